@@ -1,0 +1,142 @@
+"""
+The cross-layer KV pool (section 3.1): a finished token's L states become k cached channels.
+
+Dimensions: B rows, T tokens, L source layers, D width, k channels, E = Hkv * d features of a
+key or value, p router stride, L' = ceil(L / p) router inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Cache, Decoder, ModelConfig, Rows, rms_norm, rotary_tables, rotate
+
+
+def initial_sources(n_channels: int, n_sources: int) -> Tensor:
+    """0/1 matrix (k, L): which sources the router's bias selects at the start (section 3.1).
+
+    k = 1 "top": the last source. 1 < k < L "cyclic": source l feeds channel l mod k.
+    k = L "shifted identity": channel j takes the next source, min(j + 1, L - 1).
+    """
+    k, L = n_channels, n_sources
+    start = torch.zeros(k, L)
+    if k == 1:
+        start[0, L - 1] = 1
+    elif k < L:
+        start[torch.arange(L) % k, torch.arange(L)] = 1
+    else:
+        start[torch.arange(k), (torch.arange(k) + 1).clamp(max=L - 1)] = 1
+    return start
+
+
+class Branch(nn.Module):
+    """Steps 1 and 2 of section 3.1 for the keys or for the values: mix, norm, project."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        k, L, D, E = c.n_channels, c.n_layer, c.n_embd, c.n_kv_head * c.head_dim
+        self.inputs = slice((L - 1) % c.router_stride, None, c.router_stride)
+        n_inputs = len(range(L)[self.inputs])  # L'
+        self.pre_norm = nn.Parameter(torch.ones(L, D))
+        self.router = None
+        if c.router == "dynamic":
+            self.router = nn.Parameter(torch.empty(k * L, n_inputs * D))
+        self.bias = nn.Parameter(torch.empty(k, L))
+        self.post_norm = nn.Parameter(torch.ones(k, D))
+        self.proj = nn.Parameter(torch.empty(k, E, D))
+
+    def init_weights(self):
+        if self.router is not None:
+            nn.init.zeros_(self.router)
+        with torch.no_grad():
+            self.bias.copy_(0.25 * initial_sources(*self.bias.shape))
+        nn.init.normal_(self.proj, std=0.02)
+
+    def weights(self, h: Tensor) -> Tensor:
+        """Normed sources (B, T, L, D) -> signed mixing weights alpha (B, T, k, L)."""
+        if self.router is None:
+            return self.bias.to(h.dtype).expand(*h.shape[:2], -1, -1)
+        xi = h[:, :, self.inputs].flatten(2)  # (B, T, L' D), sources in increasing order
+        alpha = F.linear(xi, self.router, self.bias.flatten())  # (B, T, k L)
+        return alpha.unflatten(-1, self.bias.shape)
+
+    def forward(self, unit: Tensor) -> Tensor:
+        """Sources of unit RMS (B, T, L, D) -> projected channels (k, B, T, E)."""
+        h = (unit * self.pre_norm).to(unit.dtype)
+        mixed = torch.einsum("btkl,btld->btkd", self.weights(h), h)
+        mixed = rms_norm(mixed, self.post_norm, eps=1e-4)
+        return torch.einsum("btkd,ked->kbte", mixed, self.proj)
+
+
+class Pool(nn.Module):
+    """Pool(H): the states of each token, on its own, become k keys and k values."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.heads = (c.n_kv_head, c.head_dim)
+        self.n_sources = c.n_layer
+        self.key, self.value = Branch(c), Branch(c)
+        self.key_norm = nn.Parameter(torch.ones(c.n_channels, c.head_dim))
+        self.dummy = nn.Parameter(torch.empty(c.n_embd))
+
+    def init_weights(self):
+        """Router weight 0, selected biases 0.25, projections and the dummy N(0, 0.02)."""
+        self.key.init_weights()
+        self.value.init_weights()
+        nn.init.normal_(self.dummy, std=0.02)
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """h (B, T, L, D) -> rotated, normed keys and raw values, both (k, B, T, Hkv, d)."""
+        unit = rms_norm(h, None)  # one statistic per source, shared by both branches
+        k = self.key(unit).unflatten(-1, self.heads)
+        v = self.value(unit).unflatten(-1, self.heads)
+        k = rms_norm(k, self.key_norm[:, None, None, None])
+        return rotate(k, cos, sin), v
+
+    def dummy_channels(self) -> tuple[Tensor, Tensor]:
+        """Keys and values (k, Hkv, d) of the dummy: at position 0, its own state at all sources."""
+        h = self.dummy.expand(1, 1, self.n_sources, -1)
+        pos = torch.zeros(1, 1, dtype=torch.long, device=h.device)
+        k, v = self(h, *rotary_tables(pos, self.heads[1]))
+        return k[:, 0, 0], v[:, 0, 0]
+
+
+class WhiteMatter(Decoder):
+    """The decoder whose layers read the pool: layer l attends to channel l mod k (step 3)."""
+
+    reads_itself = False
+    iterates = True
+    own_kv = False
+    has_dummy = True
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.kv_pool = Pool(config)
+        self.n_channels = config.n_channels
+
+    def init_weights(self):
+        super().init_weights()
+        self.kv_pool.init_weights()
+
+    def pool(self, h: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """h (B, T, L + 1, D), as `states` returns it -> channels (k, B, T, Hkv, d)."""
+        return self.kv_pool(h[:, :, :self.kv_pool.n_sources], rows.cos, rows.sin)
+
+    def new_cache(self, B: int, S: int, like: Tensor) -> Cache:
+        cache = super().new_cache(B, S, like)
+        cache.sink = self.kv_pool.dummy_channels()
+        return cache
+
+    def read(self, layer: int, a: Tensor, rows: Rows, cache: Cache):
+        j = layer % self.n_channels
+        return cache.k[j], cache.v[j], (cache.sink[0][j], cache.sink[1][j])
+
+
+def build(config: ModelConfig) -> Decoder:
+    """The model of `config`, freshly initialised."""
+    model = {"vanilla": Decoder, "whitematter": WhiteMatter}[config.kv](config)
+    model.init_weights()
+    return model

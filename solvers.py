@@ -1,0 +1,203 @@
+"""
+Three ways to resolve the feedback (section 3.3): H = States(X; Pool(H)).
+
+`autoregressive` is exact and sequential in T, `jacobi` updates all tokens at once, `cyclic` runs
+g strided groups in order, each reading what the groups before it have just computed. All three
+are causal for any schedule: no output depends on a later token. `one_pass` serves the systems
+that need no iteration, `solve` picks by the model's config.
+
+Truncated backpropagation: only the last `n_grad` passes carry gradients. They start from states
+that are constants (with `n_nograd = 0`: from the embeddings, which are not), and project the
+whole pool again, so that the pool's parameters get gradients there too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from model import Cache, Decoder, Rows
+
+
+@dataclass
+class Report:
+    """What a solver did."""
+
+    passes: int = 0
+    residuals: list[float] = field(default_factory=list)  # a relative one per pass, if measured
+    tol: float | None = None
+
+    def add(self, new: list[Tensor], old: list[Tensor], measure: bool):
+        """Count a pass; measure its relative change if asked to, or if a tolerance waits for it."""
+        self.passes += 1
+        if measure or self.tol is not None:
+            self.residuals.append(difference(new, old))
+
+    @property
+    def residual(self) -> float | None:
+        return self.residuals[-1] if self.residuals else None
+
+    @property
+    def converged(self) -> bool | None:
+        """Whether the last residual is within `tol`; None without a tolerance."""
+        return None if self.tol is None else self.residual <= self.tol
+
+
+@dataclass
+class Solution:
+    """States of all tokens, the cache for decoding (None if not asked for) and the report."""
+
+    parts: list[Tensor]  # the states (B, T/g, L + 1, D) of each strided group
+    cache: Cache | None
+    report: Report
+
+    @property
+    def states(self) -> Tensor:
+        """h (B, T, L + 1, D): the states entering each layer, then the final output."""
+        return interleave(self.parts, dim=1)
+
+    @property
+    def final(self) -> Tensor:
+        """h[L] (B, T, D), the input of `Decoder.logits` and `Decoder.loss`."""
+        return interleave([h[:, :, -1] for h in self.parts], dim=1)
+
+
+def interleave(parts: list[Tensor], dim: int) -> Tensor:
+    """Put strided groups back into token order along `dim`; they may differ in length by one."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].size(dim) == parts[-1].size(dim):
+        return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+    shape = list(parts[0].shape)
+    shape[dim] = sum(p.size(dim) for p in parts)
+    out = parts[0].new_empty(shape)
+    for q, part in enumerate(parts):
+        out[(slice(None),) * dim + (slice(q, None, len(parts)),)] = part
+    return out
+
+
+def initial(x: Tensor, model: Decoder) -> Tensor:
+    """H(0): each token's embedding (B, T, D) as its state at every source."""
+    return x.unsqueeze(2).expand(-1, -1, model.config.n_layer + 1, -1)
+
+
+def pool_all(model: Decoder, parts: list[Tensor], groups: list[Rows]) -> Cache:
+    """P = Pool(H) for all tokens, the dummy included."""
+    pooled = [model.pool(h, rows) for h, rows in zip(parts, groups)]
+    k, v = (interleave(list(t), dim=2) for t in zip(*pooled))
+    return Cache(k, v, model.kv_pool.dummy_channels())
+
+
+@torch.no_grad()
+def difference(new: list[Tensor], old: list[Tensor]) -> float:
+    """||new - old|| / ||new|| over the L source states, all tokens together (Frobenius)."""
+    change = sum((a - b)[:, :, :-1].double().square().sum() for a, b in zip(new, old))
+    size = sum(a[:, :, :-1].double().square().sum() for a in new)
+    return (change / size).sqrt().item()
+
+
+def phases(n_nograd: int, n_grad: int) -> list[tuple[bool, int, bool]]:
+    """(records gradients, passes, is the last phase); one phase where nothing is recorded."""
+    if n_nograd < 0 or n_grad < 0 or n_nograd + n_grad < 1:
+        raise ValueError(f"n_nograd={n_nograd}, n_grad={n_grad}: at least one pass is needed")
+    if not torch.is_grad_enabled():
+        return [(False, n_nograd + n_grad, True)]
+    return [(False, n_nograd, False), (True, n_grad, True)]
+
+
+def jacobi(model: Decoder, idx: Tensor, n_nograd: int = 1, n_grad: int = 2,
+           tol: float | None = None, doc: Tensor | None = None, keep_cache: bool = True,
+           measure: bool = True) -> Solution:
+    """Passes over all tokens of idx (B, T); after t of them the first t tokens are exact.
+
+    Runs n_nograd + n_grad passes, the last n_grad with gradients. With `tol`, the passes without
+    gradients end once the relative change of the states is at most tol. `doc` are document ids
+    (B, T), by default read off the EOS tokens. `measure=False` leaves out the residuals.
+    """
+    rows = model.rows(idx, doc)
+    x = model.embed_tokens(idx)  # (B, T, D)
+    h = initial(x, model)
+    report = Report(tol=tol)
+    for records, n_passes, _ in phases(n_nograd, n_grad):
+        with torch.set_grad_enabled(records):
+            if records and report.passes:
+                h = h.detach()
+            for _ in range(n_passes):
+                h, old = model.states(x, rows, pool_all(model, [h], [rows])), h
+                report.add([h], [old], measure)
+                if not records and report.converged:
+                    break
+    cache = pool_all(model, [h], [rows]) if keep_cache else None
+    return Solution([h], cache, report)
+
+
+def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_grad: int = 2,
+           tol: float | None = None, doc: Tensor | None = None, keep_cache: bool = True,
+           measure: bool = True) -> Solution:
+    """Gauss-Seidel passes: the groups {i : i mod g = q} of the row in order, q = 0..g-1.
+
+    Group q reads the states of groups < q from this pass and of the others from the pass before.
+    One pass with n_groups = T is the autoregressive solution, n_groups = 1 is Jacobi. The other
+    arguments are those of `jacobi`.
+    """
+    if n_groups < 1:
+        raise ValueError(f"n_groups={n_groups}: at least 1 is needed")
+    groups = model.rows(idx, doc).split(n_groups)
+    x = model.embed_tokens(idx)
+    xs = [x[:, rows.columns] for rows in groups]  # (B, T/g, D) each
+    parts = [initial(x, model) for x in xs]
+    report = Report(tol=tol)
+    cache = None
+    for records, n_passes, last_phase in phases(n_nograd, n_grad):
+        with torch.set_grad_enabled(records):
+            if n_passes == 0:
+                continue
+            if records and report.passes:
+                parts = [h.detach() for h in parts]
+            cache = pool_all(model, parts, groups)
+            for t in range(n_passes):
+                old = list(parts)
+                for q, rows in enumerate(groups):
+                    parts[q] = model.states(xs[q], rows, cache)
+                    # the last group of a phase is read by nobody but the caller
+                    if t + 1 < n_passes or q + 1 < len(groups) or (last_phase and keep_cache):
+                        cache = cache.put(rows.columns, *model.pool(parts[q], rows))
+                report.add(parts, old, measure)
+                if not records and report.converged:
+                    break
+    return Solution(parts, cache if keep_cache else None, report)
+
+
+def autoregressive(model: Decoder, idx: Tensor, doc: Tensor | None = None,
+                   keep_cache: bool = True) -> Solution:
+    """Token by token, as decoding does; exact, with gradients through the whole sequence."""
+    rows = model.rows(idx, doc)
+    x = model.embed_tokens(idx)
+    cache = model.new_cache(*idx.shape, like=x)
+    parts = []
+    for i in range(idx.size(1)):
+        at = rows.at(slice(i, i + 1))
+        parts.append(model.states(x[:, at.columns], at, cache))
+        cache = cache.put(at.columns, *model.pool(parts[-1], at))
+    return Solution(parts, cache if keep_cache else None, Report(passes=1, residuals=[0.0]))
+
+
+def one_pass(model: Decoder, idx: Tensor, doc: Tensor | None = None,
+             keep_cache: bool = True) -> Solution:
+    """The whole computation of a system that needs no iteration (vanilla)."""
+    rows = model.rows(idx, doc)
+    x = model.embed_tokens(idx)
+    cache = model.new_cache(*idx.shape, like=x) if keep_cache else None
+    h = model.states(x, rows, cache)
+    return Solution([h], cache, Report(passes=1, residuals=[0.0]))
+
+
+def solve(model: Decoder, idx: Tensor, doc: Tensor | None = None, keep_cache: bool = False,
+          measure: bool = False) -> Solution:
+    """States of idx (B, T) by the schedule that the model's config trains with."""
+    c = model.config
+    if not model.iterates:
+        return one_pass(model, idx, doc, keep_cache)
+    return cyclic(model, idx, c.n_groups, c.n_nograd, c.n_grad, None, doc, keep_cache, measure)
