@@ -160,14 +160,13 @@ class Cache:
             channel: int | slice = slice(None)) -> Cache:
         """Write k, v ([C,] B, T, Hkv, d) at `columns`; in place unless gradients are recorded."""
         # a layer that has read the old version keeps it for its backward pass: copy on write
-        if torch.is_grad_enabled():
-            self = Cache(self.k.clone(), self.v.clone(), self.sink)
+        new = Cache(self.k.clone(), self.v.clone(), self.sink) if torch.is_grad_enabled() else self
         if isinstance(columns, Tensor):
             where = (channel, torch.arange(len(columns), device=columns.device)[:, None], columns)
         else:
             where = (channel, slice(None), columns)
-        self.k[where], self.v[where] = k, v
-        return self
+        new.k[where], new.v[where] = k, v
+        return new
 
 
 class Block(nn.Module):

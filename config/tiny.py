@@ -1,0 +1,17 @@
+# about a million parameters on the English that Python carries, in minutes on a laptop's CPU
+out_dir = "out/tiny"
+dataset = "python"
+batch_size = 8
+block_size = 256
+gradient_accumulation_steps = 1
+max_iters = 600
+learning_rate = 3e-3
+eval_interval = 200
+eval_iters = 20
+n_layer = 4
+n_embd = 128
+n_head = 4
+n_kv_head = 2
+head_dim = 32
+n_hidden = 384
+n_channels = 4

@@ -1,0 +1,584 @@
+"""
+Train a model of any system: on one CPU, one GPU, or several with torchrun.
+
+    python train.py config/tiny.py
+    torchrun --standalone --nproc_per_node=8 train.py config/wm16.py
+    python train.py config/tiny.py --init_from=resume --max_iters=2000
+
+A step reads the same tokens whatever the number of processes and accumulation steps. Each
+process clips its gradient before the all-reduce, as the paper does. `out_dir` holds ckpt.pt, all
+that a resumed run needs, and log.csv, a row per step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import prepare_data
+from configurator import UserError, parse, run
+from model import Decoder, ModelConfig
+from pool import build
+from solvers import solve
+
+
+def key(default, help: str):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class TrainConfig:
+    """Every setting of train.py. The defaults are the paper's main run on one process."""
+
+    out_dir: str = key("out", "folder for ckpt.pt and log.csv")
+    init_from: str = key("scratch", "scratch, or resume from out_dir/ckpt.pt")
+    dataset: str = key("python", "folder under data/; `python` is prepared if it is missing")
+    eval_interval: int = key(500, "steps between evaluations, each followed by a checkpoint")
+    eval_iters: int = key(50, "batches of batch_size fixed windows in an evaluation; 0: none")
+    log_interval: int = key(10, "steps between progress lines")
+    batch_size: int = key(16, "rows per process and micro-step")
+    block_size: int = key(2048, "tokens per row")
+    gradient_accumulation_steps: int = key(8, "micro-steps per step, all processes together")
+    max_iters: int = key(30518, "optimizer steps")
+    learning_rate: float = key(3e-4, "peak, shared by Muon and AdamW")
+    warmup_iters: int | None = key(None, "linear warm-up; None: 2 % of max_iters")
+    lr_decay_iters: int | None = key(None, "end of the cosine; None: max_iters")
+    min_lr: float | None = key(None, "after the cosine; None: a tenth of learning_rate")
+    weight_decay: float = key(0.1, "of matrices and projections, not of embedding and gains")
+    momentum: float = key(0.95, "of Muon (Nesterov)")
+    beta1: float = key(0.9, "of AdamW")
+    beta2: float = key(0.95, "of AdamW")
+    grad_clip: float = key(1.0, "gradient norm, on each process before the all-reduce; 0: off")
+    n_layer: int = key(16, "L, decoder blocks")
+    n_embd: int = key(512, "D, width")
+    n_head: int = key(6, "query heads")
+    n_kv_head: int = key(3, "key-value heads")
+    head_dim: int = key(96, "features of a head")
+    n_hidden: int = key(1536, "features inside the MLP")
+    kv: str = key("whitematter", "the system: whitematter or vanilla")
+    n_channels: int = key(16, "k, cached channels, 1 to n_layer")
+    router: str = key("dynamic", "dynamic (content-dependent) or static mixing weights")
+    router_stride: int = key(2, "p, the router reads every p-th source")
+    n_groups: int = key(8, "g, groups of the cyclic schedule; 1 is Jacobi")
+    n_nograd: int = key(1, "passes without gradients")
+    n_grad: int = key(2, "passes with gradients")
+    device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
+    dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16: autocast")
+    compile: bool | None = key(None, "torch.compile the blocks; None: on cuda")
+    seed: int = key(1337, "of weights and row order")
+
+
+# ---- devices and processes
+
+def pick_device(name: str = "auto") -> str:
+    """`auto`: cuda, else mps, else cpu. Raises UserError for a device that is not there."""
+    if name in ("auto", ""):
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise UserError(f"device={name}: not available here (auto, cpu, "
+                        "cuda or mps where there is one)") from None
+    return name
+
+
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """Compute type on `device`: bfloat16 on cuda unless another is named."""
+    names = {"float32": torch.float32, "fp32": torch.float32,
+             "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+    if name in ("auto", ""):
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    if name not in names:
+        raise UserError(f"dtype={name}: choose auto, {', '.join(names)}")
+    return names[name]
+
+
+def autocast(device: str, dtype: torch.dtype):
+    """bfloat16 autocast, or nothing for float32."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=dtype)
+
+
+@dataclass
+class Processes:
+    """The processes that torchrun started, or this one alone."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def from_environment(cls) -> Processes:
+        return cls(*(int(os.environ.get(name, default)) for name, default in
+                     (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))))
+
+    def start(self, device: str):
+        if self.world > 1:
+            dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+
+    def sum(self, x: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(x)
+        return x
+
+    def print(self, *args, **kwargs):
+        if self.rank == 0:
+            print(*args, **kwargs, flush=True)
+
+
+# ---- data
+
+class TokenRows:
+    """Rows of block_size tokens with their targets, each epoch in a random order of its own.
+
+    Row n of the run is a function of (seed, n) alone, so that a position is all that a resumed
+    run needs. The tokens that fill no row are left out at either end, as the epoch's dice fall.
+    """
+
+    def __init__(self, path: Path, dtype: str, block_size: int, seed: int | None):
+        if not path.is_file():
+            raise UserError(f"{path}: no such data file; python prepare_data.py makes it")
+        self.tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
+        self.block_size, self.seed = block_size, seed
+        n = len(self.tokens)
+        if n < block_size + 1:
+            raise UserError(f"{path}: {n} tokens, but block_size={block_size} needs at least "
+                            f"{block_size + 1}")
+        self.n_rows = (n - 1) // block_size
+        self.slack = n - 1 - self.n_rows * block_size
+        self.epoch = None
+
+    def start(self, n: int) -> int:
+        """Index of the first token of row n."""
+        epoch, i = divmod(n, self.n_rows)
+        if self.seed is None:  # evaluation: the windows as they lie
+            return i * self.block_size
+        if self.epoch != epoch:
+            rng = np.random.default_rng((self.seed, epoch))
+            self.offset = int(rng.integers(self.slack + 1))
+            self.order = rng.permutation(self.n_rows)
+            self.epoch = epoch
+        return self.offset + int(self.order[i]) * self.block_size
+
+    def batch(self, n: int, rows: int, device: str) -> tuple[Tensor, Tensor]:
+        """Rows n..n+rows-1: tokens and targets (rows, block_size), int64."""
+        starts = [self.start(m) for m in range(n, n + rows)]
+        xy = np.stack([self.tokens[s:s + self.block_size + 1].astype(np.int64) for s in starts])
+        xy = torch.from_numpy(xy)
+        if device.startswith("cuda"):
+            xy = xy.pin_memory().to(device, non_blocking=True)
+        xy = xy.to(device)
+        return xy[:, :-1], xy[:, 1:]
+
+
+def load_meta(dataset: str) -> tuple[Path, dict]:
+    """Folder and meta.json of a data set; the default one is prepared if it is missing."""
+    folder = Path("data") / dataset
+    if dataset == "python" and not (folder / "meta.json").exists():
+        if Processes.from_environment().rank == 0:
+            prepare_data.prepare_python(str(folder))
+        else:
+            wait_for(folder / "meta.json")
+    if not (folder / "meta.json").is_file():
+        raise UserError(f"{folder}/meta.json: no such file; prepare the data set first "
+                        "(python prepare_data.py --help)")
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        return folder, {name: meta[name] for name in
+                        ("tokenizer", "vocab_size", "eos_id", "dtype", "tokens")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}/meta.json is damaged ({error}); prepare it again") from None
+
+
+def wait_for(path: Path, seconds: int = 120):
+    for _ in range(10 * seconds):
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise UserError(f"{path}: not there after {seconds} s")
+
+
+# ---- optimizers
+
+class Muon(torch.optim.Optimizer):
+    """Muon with Nesterov momentum, matrices of one shape in one batch (section 4.1).
+
+    The orthogonalised update (5 Newton-Schulz steps, singular values about 0.7 to 1.1) is scaled
+    by 0.2 sqrt(max(rows, columns)), `match_rms_adamw`, so that AdamW's learning rate serves.
+    Decay is decoupled: lr * weight_decay. Parameters without a gradient are left alone.
+    """
+
+    def __init__(self, params, lr: float = 3e-4, momentum: float = 0.95, weight_decay: float = 0.1):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    shapes.setdefault(p.shape, []).append(p)
+            for shape, params in shapes.items():
+                grads = [p.grad for p in params]
+                for p in params:
+                    if "momentum" not in self.state[p]:
+                        self.state[p]["momentum"] = torch.zeros_like(p)
+                buffers = [self.state[p]["momentum"] for p in params]
+                torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+                updates = torch._foreach_lerp(grads, buffers, group["momentum"])
+                updates = orthogonalise(torch.stack(updates)).to(params[0].dtype)
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(params, list(updates.unbind()),
+                                    alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
+
+
+def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
+    """Newton-Schulz iteration on a batch of matrices (n, rows, columns)."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    # bfloat16 is enough and fast on a GPU; many CPUs have no fast bfloat16 product
+    x = x.bfloat16() if x.is_cuda else x
+    tall = x.size(1) > x.size(2)
+    x = x.mT if tall else x
+    x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def make_optimizers(model: Decoder, c: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the blocks' and routers' matrices, AdamW for all else (SPEC of section 4.1)."""
+    muon, projections, rest = [], [], []
+    for name, p in model.named_parameters():
+        if (p.dim() == 2 and name.startswith("blocks.")) or name.endswith(".router"):
+            muon.append(p)
+        else:
+            (projections if name.endswith(".proj") else rest).append(p)
+    groups = [{"params": projections, "weight_decay": c.weight_decay},
+              {"params": rest, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=c.learning_rate,
+                              betas=(c.beta1, c.beta2), fused=rest[0].is_cuda)
+    return [Muon(muon, c.learning_rate, c.momentum, c.weight_decay), adamw]
+
+
+def learning_rate(step: int, c: TrainConfig) -> float:
+    """Linear warm-up, cosine to min_lr at lr_decay_iters, constant after it."""
+    warmup = round(0.02 * c.max_iters) if c.warmup_iters is None else c.warmup_iters
+    end = c.max_iters if c.lr_decay_iters is None else c.lr_decay_iters
+    low = c.learning_rate / 10 if c.min_lr is None else c.min_lr
+    if step < warmup:
+        return c.learning_rate * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, end - warmup))
+    return low + 0.5 * (1 + math.cos(math.pi * done)) * (c.learning_rate - low)
+
+
+def flat_gradient(model: Decoder) -> Tensor:
+    """Give every parameter a gradient that is a view into one buffer, and return the buffer."""
+    params = list(model.parameters())
+    flat = params[0].new_zeros(sum(p.numel() for p in params))
+    for p, piece in zip(params, flat.split([p.numel() for p in params])):
+        p.grad = piece.view_as(p)
+    return flat
+
+
+def clip_and_reduce(flat: Tensor, grad_clip: float, processes: Processes) -> Tensor:
+    """Clip this process's gradient to norm grad_clip, then average over processes (in place).
+
+    Returns the mean over processes of the norms before clipping. Once per step, after all
+    micro-steps, as the paper does it: the average need not have norm grad_clip.
+    """
+    norm = flat.norm()
+    if grad_clip > 0:
+        flat.mul_((grad_clip / (norm + 1e-6)).clamp(max=1.0))
+    if processes.world > 1:
+        processes.sum(flat).div_(processes.world)
+        norm = processes.sum(norm.clone()) / processes.world
+    return norm
+
+
+# ---- checkpoints
+
+def save_checkpoint(path: Path, state: dict):
+    """Write to a temporary name in the same folder, flush, rename: never half a checkpoint."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
+    """The checkpoint in a file or an out_dir. Only tensors and plain values are ever loaded."""
+    path = Path(path)
+    path = path / "ckpt.pt" if path.is_dir() or not path.suffix else path
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint (python train.py writes one)")
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        state["model"] = {name.removeprefix("module.").removeprefix("_orig_mod."): tensor
+                          for name, tensor in state["model"].items()}
+        state["model_config"], state["meta"]
+    except Exception as error:
+        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise UserError(f"{path}: not a checkpoint of train.py, or damaged ({reason})") from None
+    return state
+
+
+def load_model(path: str | Path, device: str = "cpu") -> tuple[Decoder, dict]:
+    """Model in evaluation mode and its checkpoint, from a file or an out_dir."""
+    state = load_checkpoint(path, device)
+    model = build(ModelConfig(**state["model_config"])).to(device)
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+    return model.eval(), state
+
+
+# ---- the run
+
+def model_config(c: TrainConfig, meta: dict) -> ModelConfig:
+    """Sizes from the settings; the vocabulary, from the data set, is padded to a multiple of 64."""
+    names = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(TrainConfig)}
+    try:
+        return ModelConfig(vocab_size=-(-meta["vocab_size"] // 64) * 64, eos_id=meta["eos_id"],
+                           **{name: getattr(c, name) for name in names})
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def check(c: TrainConfig, processes: Processes):
+    """Raise UserError for settings that cannot work together."""
+    for name in ("batch_size", "block_size", "gradient_accumulation_steps", "eval_interval",
+                 "log_interval"):
+        if getattr(c, name) < 1:
+            raise UserError(f"{name}={getattr(c, name)}: at least 1 is needed")
+    if c.gradient_accumulation_steps % processes.world:
+        raise UserError(f"gradient_accumulation_steps={c.gradient_accumulation_steps} counts the "
+                        f"micro-steps of all processes: no multiple of the {processes.world} "
+                        "processes here")
+    if c.init_from not in ("scratch", "resume"):
+        raise UserError(f"init_from={c.init_from}: choose scratch or resume")
+
+
+class Log:
+    """log.csv, a row per step, and the progress lines; losses stay on the device in between."""
+
+    columns = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s")
+
+    def __init__(self, path: Path, step: int, tokens_per_step: int, processes: Processes,
+                 c: TrainConfig):
+        self.c, self.processes, self.tokens_per_step = c, processes, tokens_per_step
+        self.waiting: list[tuple] = []
+        self.since = time.perf_counter()
+        self.last_loss = None
+        self.file = None
+        if processes.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = []
+            if step and path.exists():  # a resumed run repeats the steps after its checkpoint
+                with open(path, newline="", encoding="utf-8") as f:
+                    kept = [r for r in csv.reader(f) if r and r[0].isdigit() and int(r[0]) < step]
+            self.file = open(path, "w", newline="", encoding="utf-8")
+            self.csv = csv.writer(self.file)
+            self.csv.writerows([self.columns, *kept])
+
+    def add(self, step: int, loss: Tensor, lr: float, norm: Tensor):
+        self.waiting.append((step, loss, lr, norm))
+        if (step + 1) % self.c.log_interval == 0:
+            self.flush()
+
+    def flush(self):
+        """Fetch what waits, write it, print the last one; stop the run if it is not finite."""
+        if not self.waiting:
+            return
+        losses = self.processes.sum(torch.stack([w[1] for w in self.waiting]).float())
+        losses = (losses / self.processes.world).tolist()
+        norms = torch.stack([w[3] for w in self.waiting]).tolist()
+        seconds = time.perf_counter() - self.since
+        speed = self.tokens_per_step * len(self.waiting) / seconds
+        for (step, _, lr, _), loss, norm in zip(self.waiting, losses, norms):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise UserError(f"step {step}: loss {loss}, gradient norm {norm}; the last finite "
+                                f"loss was {self.last_loss}. The checkpoint is from before; lower "
+                                "learning_rate or raise warmup_iters")
+            self.last_loss = loss
+            self.row(step, f"{loss:.6f}", "", f"{lr:.4g}", f"{norm:.4f}", f"{speed:.0f}")
+        left = seconds / len(self.waiting) * (self.c.max_iters - step - 1)
+        self.processes.print(f"step {step}: loss {loss:.4f}, lr {lr:.2e}, norm {norm:.2f}, "
+                             f"{speed:,.0f} tokens/s, {left / 60:.1f} min left")
+        self.waiting.clear()
+        self.since = time.perf_counter()
+
+    def row(self, *values):
+        if self.file:
+            self.csv.writerow(values)
+            self.file.flush()
+
+    def validation(self, step: int, loss: float, best: bool):
+        self.row(step, "", f"{loss:.6f}", "", "", "")
+        self.processes.print(f"step {step}: val loss {loss:.4f}{', the best yet' if best else ''}")
+        self.since = time.perf_counter()
+
+
+class Trainer:
+    """A model in training: what a checkpoint holds, and the steps between two checkpoints."""
+
+    def __init__(self, c: TrainConfig, processes: Processes):
+        self.c, self.processes = c, processes
+        self.device = pick_device(c.device)
+        if self.device == "cuda" and processes.world > 1:
+            self.device = f"cuda:{processes.local_rank}"
+            torch.cuda.set_device(self.device)
+        self.dtype = pick_dtype(c.dtype, self.device)
+        folder, self.meta = load_meta(c.dataset)
+        self.model_config = model_config(c, self.meta)
+        self.rows = TokenRows(folder / "train.bin", self.meta["dtype"], c.block_size, c.seed)
+        self.val_rows = None
+        if c.eval_iters > 0:
+            self.val_rows = TokenRows(folder / "val.bin", self.meta["dtype"], c.block_size, None)
+        self.path = Path(c.out_dir) / "ckpt.pt"
+        state = load_checkpoint(self.path) if c.init_from == "resume" else None
+
+        processes.start(self.device)
+        torch.manual_seed(c.seed)
+        self.model = build(self.model_config).to(self.device)
+        self.flat = flat_gradient(self.model)
+        self.optimizers = make_optimizers(self.model, c)
+        self.step, self.best, self.rows_seen = 0, math.inf, 0
+        if state is not None:
+            self.restore(state)
+        self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
+        self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, processes,
+                       c)
+
+    def restore(self, state: dict):
+        """Continue the run of a checkpoint. Raises UserError if it has another model."""
+        mine, theirs = asdict(self.model_config), state["model_config"]
+        wrong = [f"{k}={mine[k]} (there: {theirs.get(k)})"
+                 for k in mine if mine[k] != theirs.get(k)]
+        if wrong:
+            raise UserError(f"{self.path} has another model: {', '.join(wrong)}")
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        torch.set_rng_state(state["rng"].cpu())
+        self.step, self.best, self.rows_seen = (state[k] for k in
+                                                ("step", "best_val_loss", "rows_seen"))
+
+    def save(self):
+        """Write ckpt.pt, after a last look that the losses up to here are finite."""
+        self.log.flush()
+        if self.processes.rank == 0:
+            save_checkpoint(self.path, {
+                "model": self.model.state_dict(), "model_config": asdict(self.model_config),
+                "optimizers": [o.state_dict() for o in self.optimizers], "meta": self.meta,
+                "config": asdict(self.c), "step": self.step, "rows_seen": self.rows_seen,
+                "best_val_loss": self.best, "rng": torch.get_rng_state()})
+
+    def gradient(self) -> Tensor:
+        """Fill the flat gradient from this process's rows of the next global batch; mean loss."""
+        c, p = self.c, self.processes
+        micro_steps = c.gradient_accumulation_steps // p.world
+        self.flat.zero_()
+        total = self.flat.new_zeros(())
+        for m in range(micro_steps):
+            first = self.rows_seen + (m * p.world + p.rank) * c.batch_size
+            x, y = self.rows.batch(first, c.batch_size, self.device)
+            with autocast(self.device, self.dtype):
+                loss = self.model.loss(solve(self.model, x).final, y) / micro_steps
+            loss.backward()
+            total += loss.detach()
+        self.rows_seen += c.gradient_accumulation_steps * c.batch_size
+        return total
+
+    def update(self):
+        """One optimizer step."""
+        lr = learning_rate(self.step, self.c)
+        loss = self.gradient()
+        norm = clip_and_reduce(self.flat, self.c.grad_clip, self.processes)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        self.log.add(self.step, loss, lr, norm)
+        self.step += 1
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss in nats per token over the first eval_iters * batch_size windows (or all)."""
+        c, p = self.c, self.processes
+        n_windows = min(c.eval_iters * c.batch_size, self.val_rows.n_rows)
+        total = torch.zeros(2, device=self.device)  # nats, tokens
+        for n in range(p.rank * c.batch_size, n_windows, p.world * c.batch_size):
+            x, y = self.val_rows.batch(n, min(c.batch_size, n_windows - n), self.device)
+            with autocast(self.device, self.dtype):
+                loss = self.model.loss(solve(self.model, x).final, y)
+            total += torch.stack((loss.float() * y.numel(), total.new_tensor(y.numel())))
+        nats, tokens = p.sum(total).tolist()
+        return nats / tokens
+
+    def run(self):
+        """Train to max_iters, with an evaluation and a checkpoint every eval_interval steps."""
+        c = self.c
+        while self.step < c.max_iters:
+            self.update()
+            if self.step % c.eval_interval and self.step < c.max_iters:
+                continue
+            self.log.flush()
+            if self.val_rows is not None:
+                loss = self.validate()
+                self.log.validation(self.step, loss, loss < self.best)
+                self.best = min(self.best, loss)
+            self.save()
+
+
+def compile_blocks(model: Decoder):
+    """Compile the pieces between attentions; all blocks share one graph for each piece."""
+    for block in model.blocks:
+        block.queries, block.finish = torch.compile(block.queries), torch.compile(block.finish)
+    if model.iterates:
+        model.kv_pool.forward = torch.compile(model.kv_pool.forward)
+
+
+def main(argv: list[str]):
+    c = parse(TrainConfig(), argv, __doc__)
+    processes = Processes.from_environment()
+    check(c, processes)
+    trainer = Trainer(c, processes)
+    if c.compile or (c.compile is None and trainer.device.startswith("cuda")):
+        compile_blocks(trainer.model)
+    processes.print(
+        f"{c.kv}, {trainer.model.n_params():,} parameters without the embedding, on "
+        f"{processes.world} x {trainer.device}, {str(trainer.dtype).removeprefix('torch.')}; "
+        f"{trainer.tokens_per_step:,} tokens per step")
+    if trainer.step >= c.max_iters:
+        processes.print(f"step {trainer.step} of {c.max_iters}: nothing left to do")
+    trainer.run()
+    processes.print(f"{trainer.path}: step {trainer.step}; "
+                    f"python sample.py --out_dir={c.out_dir}")
+    if processes.world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(main)
