@@ -1,0 +1,332 @@
+"""Training: what a step is, however it is split; what survives a kill; what is refused."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from configurator import UserError
+from train import Muon, Processes, TokenRows, TrainConfig, clip_and_reduce, learning_rate
+
+ROOT = Path(__file__).parent.parent
+TINY = dict(n_layer=2, n_embd=32, n_head=2, n_kv_head=1, head_dim=16, n_hidden=64, n_channels=2,
+            router_stride=1, n_groups=4, block_size=32, batch_size=4, max_iters=3,
+            gradient_accumulation_steps=1, eval_iters=2, eval_interval=100, log_interval=1,
+            learning_rate=3e-3, dataset="random", device="cpu", dtype="float32", compile="false")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A working folder with a small random data set in the documented format."""
+    data = tmp_path / "data" / "random"
+    data.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for split, n in (("train", 5000), ("val", 700)):
+        ids = rng.integers(0, 40, n).astype("<u2")
+        ids[rng.random(n) < 0.03] = 256
+        ids.tofile(data / f"{split}.bin")
+    (data / "meta.json").write_text(json.dumps(
+        {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256, "dtype": "uint16",
+         "tokens": {"train": 5000, "val": 700, "test": 0}}))
+    return tmp_path
+
+
+def command(processes=1, **overrides):
+    start = [sys.executable, str(ROOT / "train.py")]
+    if processes > 1:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                 f"--nproc_per_node={processes}", str(ROOT / "train.py")]
+    return start + [f"--{k}={v}" for k, v in (TINY | overrides).items()]
+
+
+def launch(folder, *args, processes=1, **overrides):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command(processes, **overrides) + list(args), check=False, cwd=folder,
+                          env=env, capture_output=True, text=True, timeout=120)
+
+
+def in_process(folder, monkeypatch, **overrides) -> train.Trainer:
+    """Train without a new process, and return the trainer."""
+    monkeypatch.chdir(folder)
+    settings = TINY | overrides | {"compile": False}
+    trainer = train.Trainer(TrainConfig(**settings), Processes())
+    trainer.run()
+    return trainer
+
+
+def weights(path):
+    return torch.load(path, weights_only=True)["model"]
+
+
+def losses(path):
+    with open(path, newline="") as f:
+        return {int(r["step"]): float(r["loss"]) for r in csv.DictReader(f) if r["loss"]}
+
+
+def refused(result, *words):
+    """One clear line, exit status not 0, no traceback."""
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr, result.stderr
+    assert result.stderr.count("error:") == 1, result.stderr
+    for word in words:
+        assert str(word) in result.stderr
+
+
+# ---- the same tokens, the same result
+
+def test_batch_split_into_micro_steps_gives_the_same_parameters(folder, monkeypatch):
+    a = in_process(folder, monkeypatch, out_dir="a", batch_size=4, grad_clip=0.0)
+    b = in_process(folder, monkeypatch, out_dir="b", batch_size=1, grad_clip=0.0,
+                   gradient_accumulation_steps=4)
+    assert a.rows_seen == b.rows_seen == 12
+    for p, q in zip(a.model.parameters(), b.model.parameters()):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_case_26_two_processes_give_the_parameters_of_one(folder):
+    one = launch(folder, out_dir="one", batch_size=2, gradient_accumulation_steps=2, grad_clip=0)
+    two = launch(folder, out_dir="two", batch_size=2, gradient_accumulation_steps=2, grad_clip=0,
+                 processes=2)
+    assert one.returncode == 0, one.stderr
+    assert two.returncode == 0, two.stderr
+    assert "128 tokens per step" in one.stdout and "128 tokens per step" in two.stdout
+    assert two.stdout.count("step 2: loss") == 1  # only rank 0 prints
+    a, b = weights(folder / "one/ckpt.pt"), weights(folder / "two/ckpt.pt")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-5)
+    for step, loss in losses(folder / "one/log.csv").items():
+        assert abs(loss - losses(folder / "two/log.csv")[step]) < 1e-5
+
+
+def test_case_26_accumulation_must_divide(folder, monkeypatch):
+    with pytest.raises(UserError, match="3.*2"):
+        train.check(TrainConfig(gradient_accumulation_steps=3), Processes(0, 2))
+
+
+def test_case_28_clip_is_local_and_sees_all_micro_steps(monkeypatch):
+    local = [torch.tensor([10.0, 0.0]), torch.tensor([0.0, 0.5])]
+    clipped = [g.clone() for g in local]
+    for g in clipped:
+        clip_and_reduce(g, 1.0, Processes())
+    for rank in (0, 1):  # the sum adds what the other process has
+
+        def add_other(self, x, other=1 - rank):
+            return x.add_(clipped[other] if x.dim() else local[other].norm())
+
+        monkeypatch.setattr(Processes, "sum", add_other)
+        mine = local[rank].clone()
+        norm = clip_and_reduce(mine, 1.0, Processes(rank, 2))
+        torch.testing.assert_close(mine, (local[0] / 10 + local[1]) / 2)
+        assert norm == pytest.approx(5.25)
+    g = torch.tensor([3.0, 4.0])
+    assert clip_and_reduce(g, 0.0, Processes()) == 5 and g.tolist() == [3.0, 4.0]
+
+
+# ---- resuming
+
+def test_case_19_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(folder, monkeypatch):
+    whole = in_process(folder, monkeypatch, out_dir="whole", max_iters=8, lr_decay_iters=8,
+                       warmup_iters=2)
+    in_process(folder, monkeypatch, out_dir="half", max_iters=4, lr_decay_iters=8, warmup_iters=2)
+    half = in_process(folder, monkeypatch, out_dir="half", max_iters=8, lr_decay_iters=8,
+                      warmup_iters=2, init_from="resume")
+    assert half.rows_seen == whole.rows_seen
+    for p, q in zip(whole.model.parameters(), half.model.parameters()):
+        assert torch.equal(p, q)
+    assert losses(folder / "whole/log.csv") == losses(folder / "half/log.csv")
+    starts = [whole.rows.start(n) for n in range(32)]
+    assert len(set(starts)) == 32  # the second half saw other windows than the first
+
+
+def test_case_22_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "ckpt.pt"
+    train.save_checkpoint(path, {"a": torch.ones(3)})
+    before = path.read_bytes()
+
+    def broken(state, f):
+        f.write(b"x" * 100)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", broken)
+    with pytest.raises(OSError, match="no space"):
+        train.save_checkpoint(path, {"a": torch.zeros(3)})
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt.pt"]
+
+
+@pytest.mark.slow
+def test_case_22_sigkill_leaves_a_checkpoint_that_resumes(folder):
+    args = command(out_dir="k", max_iters=100000, eval_interval=1, eval_iters=0)
+    process = subprocess.Popen(args, cwd=folder, stdout=subprocess.PIPE, text=True,
+                               env=os.environ | {"OMP_NUM_THREADS": "1"})
+    for line in process.stdout:
+        if line.startswith("step 7:"):
+            break
+    time.sleep(0.013)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    step = torch.load(folder / "k/ckpt.pt", weights_only=True)["step"]
+    assert step >= 7
+    result = launch(folder, out_dir="k", max_iters=step + 2, init_from="resume", eval_iters=0)
+    assert result.returncode == 0, result.stderr
+    assert f"step {step}: loss" in result.stdout and f"step {step + 1}: loss" in result.stdout
+
+
+def test_case_21_wrapper_prefixes_are_stripped_and_unknown_keys_refused(folder, monkeypatch):
+    trainer = in_process(folder, monkeypatch, out_dir="a")
+    state = torch.load("a/ckpt.pt", weights_only=True)
+    assert not any("_orig_mod" in k or k.startswith("module.") for k in state["model"])
+    state["model"] = {f"module._orig_mod.{k}": v for k, v in state["model"].items()}
+    torch.save(state, "b.pt")
+    model, _ = train.load_model("b.pt")
+    assert torch.equal(model.embed, trainer.model.embed)
+    state["model"]["surprise"] = torch.zeros(1)
+    torch.save(state, "c.pt")
+    with pytest.raises(UserError, match="surprise"):
+        train.load_model("c.pt")
+
+
+def test_resume_refuses_another_model(folder, monkeypatch):
+    in_process(folder, monkeypatch, out_dir="a")
+    with pytest.raises(UserError, match="n_hidden=48.*64"):
+        in_process(folder, monkeypatch, out_dir="a", init_from="resume", n_hidden=48)
+
+
+# ---- data order
+
+def test_rows_are_a_permutation_each_epoch_and_the_same_for_any_start(tmp_path):
+    np.arange(1000, dtype="<u2").tofile(tmp_path / "x.bin")
+    rows = TokenRows(tmp_path / "x.bin", "uint16", 32, seed=1)
+    first = [rows.start(n) for n in range(rows.n_rows)]
+    second = [rows.start(n) for n in range(rows.n_rows, 2 * rows.n_rows)]
+    assert len(set(first)) == rows.n_rows == len(set(second)) and first != second
+    assert TokenRows(tmp_path / "x.bin", "uint16", 32, seed=1).start(40) == second[40 - rows.n_rows]
+    x, y = rows.batch(0, 3, "cpu")
+    assert torch.equal(x[:, 1:], y[:, :-1]) and x[:, 0].tolist() == first[:3]
+
+
+def test_case_10_exactly_one_window_is_enough(tmp_path):
+    for n in (33, 32, 34):
+        np.arange(n, dtype="<u2").tofile(tmp_path / f"{n}.bin")
+    x, y = TokenRows(tmp_path / "33.bin", "uint16", 32, seed=0).batch(0, 1, "cpu")
+    assert x[0].tolist() == list(range(32)) and y[0].tolist() == list(range(1, 33))
+    with pytest.raises(UserError, match="32 tokens.*33"):
+        TokenRows(tmp_path / "32.bin", "uint16", 32, seed=0)
+    rows = TokenRows(tmp_path / "34.bin", "uint16", 32, seed=0)
+    assert {rows.start(n) for n in range(200)} == {0, 1}
+
+
+# ---- optimizers
+
+@pytest.mark.parametrize("shape", [(64, 32), (32, 64), (48, 48)])
+def test_case_31_muon_is_torchs_muon_and_near_orthogonal(shape):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape)) for _ in range(3)]
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    ours = Muon(params, lr=0.02, weight_decay=0.1)
+    theirs = torch.optim.Muon(copies, lr=0.02, weight_decay=0.1, momentum=0.95,
+                              adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        before = params[0].detach().clone()
+        for p, q in zip(params, copies):
+            p.grad = torch.randn(shape)
+            q.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+    update = (before * (1 - 0.02 * 0.1) - params[0]) / (0.02 * 0.2 * max(shape) ** 0.5)
+    singular = torch.linalg.svdvals(update)
+    assert singular.min() > 0.5 and singular.max() < 1.3
+    for p, q in zip(params, copies):  # theirs orthogonalises in bfloat16
+        assert (p - q).norm() / (p - before).norm().clamp(min=1) < 0.02
+
+
+def test_case_31_muon_decay_and_missing_gradients():
+    p, q = (torch.nn.Parameter(torch.ones(4, 8)) for _ in range(2))
+    p.grad = torch.zeros(4, 8)
+    Muon([p, q], lr=0.1, weight_decay=0.1).step()
+    torch.testing.assert_close(p, torch.full((4, 8), 0.99), rtol=0, atol=1e-6)
+    assert torch.equal(q, torch.ones(4, 8))
+
+
+def test_parameters_go_to_their_optimizers():
+    model = train.build(train.ModelConfig(vocab_size=64, n_layer=2, n_embd=32, n_head=2,
+                                          n_kv_head=1, head_dim=16, n_hidden=64, n_channels=2))
+    muon, adamw = train.make_optimizers(model, TrainConfig())
+    names = {id(p): n for n, p in model.named_parameters()}
+    sets = [{names[id(p)] for p in g["params"]} for g in (*muon.param_groups, *adamw.param_groups)]
+    assert sets[0] == {n for n in names.values() if n.endswith(
+        ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", ".router"))}
+    assert sets[1] == {"kv_pool.key.proj", "kv_pool.value.proj"}
+    assert sets[2] == set(names.values()) - sets[0] - sets[1] and "embed" in sets[2]
+    assert [g["weight_decay"] for g in adamw.param_groups] == [0.1, 0.0]
+
+
+def test_learning_rate_warms_up_and_decays_to_a_tenth():
+    c = TrainConfig(max_iters=1000, learning_rate=1.0)
+    assert learning_rate(0, c) == pytest.approx(1 / 20) and learning_rate(19, c) == 1.0
+    assert learning_rate(510, c) == pytest.approx(0.55, abs=0.01)
+    assert learning_rate(1000, c) == pytest.approx(0.1) == learning_rate(5000, c)
+
+
+def test_a_non_finite_loss_stops_the_run_and_keeps_the_checkpoint(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    trainer = train.Trainer(TrainConfig(**TINY | {"compile": False, "eval_interval": 1,
+                                                  "max_iters": 10, "eval_iters": 0}), Processes())
+    update = trainer.update
+
+    def poisoned():
+        if trainer.step == 4:
+            with torch.no_grad():
+                trainer.model.norm[0] = float("nan")
+        update()
+
+    trainer.update = poisoned
+    with pytest.raises(UserError, match="step 4"):
+        trainer.run()
+    state = torch.load("out/ckpt.pt", weights_only=True)
+    assert state["step"] == 4 and all(t.isfinite().all() for t in state["model"].values())
+
+
+# ---- settings
+
+@pytest.mark.slow
+@pytest.mark.parametrize("args, words", [
+    (["--lerning_rate=1"], ["lerning_rate", "learning_rate"]),
+    (["--batch_size=4.5"], ["batch_size", "whole number"]),
+    (["nowhere.py"], ["nowhere.py"]),
+    (["--dataset=nothing"], ["data/nothing"]),
+    (["--block_size=5000"], ["5000", "5001"]),
+    (["--n_head=6", "--n_kv_head=4"], ["n_head=6", "n_kv_head=4"]),
+    (["--device=cuda:9"], ["cuda"]),
+    (["--init_from=resume", "--out_dir=empty"], ["empty"]),
+])
+def test_bad_input_is_one_clear_line(folder, args, words):
+    refused(launch(folder, *args), *words)
+    assert not (folder / "out").exists() and not (folder / "empty").exists()
+
+
+def test_settings_override_in_both_orders_and_convert(tmp_path):
+    from configurator import parse
+    path = tmp_path / "c.py"
+    path.write_text("import math\n_note = 3\nbatch_size = 5\nlearning_rate = 1\ncompile = False\n")
+    for argv in ([str(path), "--batch_size=7"], ["--batch_size=7", str(path)]):
+        c = parse(TrainConfig(), argv, "")
+        assert (c.batch_size, c.learning_rate, c.compile) == (7, 1.0, False)
+        assert type(c.learning_rate) is float
+    assert parse(TrainConfig(), ["--compile=0"], "").compile is False
+    path.write_text("lerning_rate = 1\n")
+    with pytest.raises(UserError, match="c.py.*learning_rate"):
+        parse(TrainConfig(), [str(path)], "")
+    for bad in ("--compile=maybe", "--batch_size=four", "--grad_clip=x", "--seed"):
+        with pytest.raises(UserError, match=bad[2:6]):
+            parse(TrainConfig(), [bad], "")
