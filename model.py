@@ -156,17 +156,25 @@ class Cache:
     v: Tensor
     sink: tuple[Tensor, Tensor] | None = None  # the dummy's channels, (C, Hkv, d) each
 
+    def __post_init__(self):
+        # taken apart once: C separate selections would each backpropagate a whole cache of zeros
+        self.channels = list(zip(self.k.unbind(), self.v.unbind()))
+        self.sinks = list(zip(*(s.unbind() for s in self.sink))) if self.sink else None
+
     def put(self, columns: slice | Tensor, k: Tensor, v: Tensor,
             channel: int | slice = slice(None)) -> Cache:
         """Write k, v ([C,] B, T, Hkv, d) at `columns`; in place unless gradients are recorded."""
-        # a layer that has read the old version keeps it for its backward pass: copy on write
-        new = Cache(self.k.clone(), self.v.clone(), self.sink) if torch.is_grad_enabled() else self
         if isinstance(columns, Tensor):
             where = (channel, torch.arange(len(columns), device=columns.device)[:, None], columns)
         else:
             where = (channel, slice(None), columns)
-        new.k[where], new.v[where] = k, v
-        return new
+        if not torch.is_grad_enabled():
+            self.k[where], self.v[where] = k, v
+            return self
+        # a layer that has read the old version keeps it for its backward pass: copy on write
+        new_k, new_v = self.k.clone(), self.v.clone()
+        new_k[where], new_v[where] = k, v
+        return Cache(new_k, new_v, self.sink)
 
 
 class Block(nn.Module):
@@ -268,23 +276,26 @@ class Decoder(nn.Module):
     def read(self, layer: int, a: Tensor, rows: Rows, cache: Cache | None):
         """Keys and values (B, S, Hkv, d) that `layer` attends to, and a sink or None.
 
-        a (B, T, D) is the layer's normed input. Without a cache the rows are complete.
+        a (B, T, D) is the layer's normed input. Whole rows are complete in themselves and leave
+        copies in the cache; single tokens, without gradients, attend to what the cache holds.
         """
         k, v = self.blocks[layer].keys_values(a, rows)
         if cache is not None:
-            cache = cache.put(rows.columns, k, v, channel=layer)
-            k, v = cache.k[layer], cache.v[layer]
+            with torch.no_grad():
+                cache.put(rows.columns, k, v, channel=layer)
+            if rows.columns != slice(None):
+                k, v = cache.channels[layer]
         return k, v, None
 
-    def states(self, x: Tensor, rows: Rows, cache: Cache | None = None) -> Tensor:
-        """States(X; P) of section 3.3: embeddings (B, T, D) -> h (B, T, L + 1, D)."""
+    def states(self, x: Tensor, rows: Rows, cache: Cache | None = None) -> list[Tensor]:
+        """States(X; P) of section 3.3: embeddings (B, T, D) -> h[0..L], L + 1 x (B, T, D)."""
         h = [x]
         for layer, block in enumerate(self.blocks):
             a = rms_norm(x, block.attn_norm)
             k, v, sink = self.read(layer, a, rows, cache)
             x = block.finish(x, attend(block.queries(a, rows), k, v, rows, sink))
             h.append(x)
-        return torch.stack(h, dim=2)
+        return h
 
     def logits(self, h: Tensor) -> Tensor:
         """Final states h[L] (..., D) -> logits (..., vocabulary)."""

@@ -121,18 +121,17 @@ class WhiteMatter(Decoder):
         super().init_weights()
         self.kv_pool.init_weights()
 
-    def pool(self, h: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """h (B, T, L + 1, D), as `states` returns it -> channels (k, B, T, Hkv, d)."""
-        return self.kv_pool(h[:, :, :self.kv_pool.n_sources], rows.cos, rows.sin)
+    def pool(self, h: list[Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
+        """h[0..L], as `states` returns them -> channels (k, B, T, Hkv, d)."""
+        return self.kv_pool(torch.stack(h[:self.kv_pool.n_sources], 2), rows.cos, rows.sin)
 
     def new_cache(self, B: int, S: int, like: Tensor) -> Cache:
-        cache = super().new_cache(B, S, like)
-        cache.sink = self.kv_pool.dummy_channels()
-        return cache
+        empty = super().new_cache(B, S, like)
+        return Cache(empty.k, empty.v, self.kv_pool.dummy_channels())
 
     def read(self, layer: int, a: Tensor, rows: Rows, cache: Cache):
         j = layer % self.n_channels
-        return cache.k[j], cache.v[j], (cache.sink[0][j], cache.sink[1][j])
+        return *cache.channels[j], cache.sinks[j]
 
 
 def build(config: ModelConfig) -> Decoder:

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from model import Cache, Decoder, Rows
 
+States = list[Tensor]  # h[0..L] of some tokens, L + 1 x (B, T, D)
+
 
 @dataclass
 class Report:
@@ -29,7 +31,7 @@ class Report:
     residuals: list[float] = field(default_factory=list)  # a relative one per pass, if measured
     tol: float | None = None
 
-    def add(self, new: list[Tensor], old: list[Tensor], measure: bool):
+    def add(self, new: list[States], old: list[States], measure: bool):
         """Count a pass; measure its relative change if asked to, or if a tolerance waits for it."""
         self.passes += 1
         if measure or self.tol is not None:
@@ -49,19 +51,19 @@ class Report:
 class Solution:
     """States of all tokens, the cache for decoding (None if not asked for) and the report."""
 
-    parts: list[Tensor]  # the states (B, T/g, L + 1, D) of each strided group
+    parts: list[States]  # of each strided group
     cache: Cache | None
     report: Report
 
     @property
     def states(self) -> Tensor:
         """h (B, T, L + 1, D): the states entering each layer, then the final output."""
-        return interleave(self.parts, dim=1)
+        return interleave([torch.stack(h, 2) for h in self.parts], dim=1)
 
     @property
     def final(self) -> Tensor:
         """h[L] (B, T, D), the input of `Decoder.logits` and `Decoder.loss`."""
-        return interleave([h[:, :, -1] for h in self.parts], dim=1)
+        return interleave([h[-1] for h in self.parts], dim=1)
 
 
 def interleave(parts: list[Tensor], dim: int) -> Tensor:
@@ -78,12 +80,16 @@ def interleave(parts: list[Tensor], dim: int) -> Tensor:
     return out
 
 
-def initial(x: Tensor, model: Decoder) -> Tensor:
+def initial(x: Tensor, model: Decoder) -> States:
     """H(0): each token's embedding (B, T, D) as its state at every source."""
-    return x.unsqueeze(2).expand(-1, -1, model.config.n_layer + 1, -1)
+    return [x] * (model.config.n_layer + 1)
 
 
-def pool_all(model: Decoder, parts: list[Tensor], groups: list[Rows]) -> Cache:
+def constant(h: States) -> States:
+    return [x.detach() for x in h]
+
+
+def pool_all(model: Decoder, parts: list[States], groups: list[Rows]) -> Cache:
     """P = Pool(H) for all tokens, the dummy included."""
     pooled = [model.pool(h, rows) for h, rows in zip(parts, groups)]
     k, v = (interleave(list(t), dim=2) for t in zip(*pooled))
@@ -91,11 +97,11 @@ def pool_all(model: Decoder, parts: list[Tensor], groups: list[Rows]) -> Cache:
 
 
 @torch.no_grad()
-def difference(new: list[Tensor], old: list[Tensor]) -> float:
+def difference(new: list[States], old: list[States]) -> float:
     """||new - old|| / ||new|| over the L source states, all tokens together (Frobenius)."""
-    change = sum((a - b)[:, :, :-1].double().square().sum() for a, b in zip(new, old))
-    size = sum(a[:, :, :-1].double().square().sum() for a in new)
-    return (change / size).sqrt().item()
+    pairs = [(a, b) for p, q in zip(new, old) for a, b in zip(p[:-1], q[:-1])]
+    change = sum((a - b).double().square().sum() for a, b in pairs)
+    return (change / sum(a.double().square().sum() for a, _ in pairs)).sqrt().item()
 
 
 def phases(n_nograd: int, n_grad: int) -> list[tuple[bool, int, bool]]:
@@ -104,7 +110,7 @@ def phases(n_nograd: int, n_grad: int) -> list[tuple[bool, int, bool]]:
         raise ValueError(f"n_nograd={n_nograd}, n_grad={n_grad}: at least one pass is needed")
     if not torch.is_grad_enabled():
         return [(False, n_nograd + n_grad, True)]
-    return [(False, n_nograd, False), (True, n_grad, True)]
+    return [phase for phase in ((False, n_nograd, n_grad == 0), (True, n_grad, True)) if phase[1]]
 
 
 def jacobi(model: Decoder, idx: Tensor, n_nograd: int = 1, n_grad: int = 2,
@@ -123,7 +129,7 @@ def jacobi(model: Decoder, idx: Tensor, n_nograd: int = 1, n_grad: int = 2,
     for records, n_passes, _ in phases(n_nograd, n_grad):
         with torch.set_grad_enabled(records):
             if records and report.passes:
-                h = h.detach()
+                h = constant(h)
             for _ in range(n_passes):
                 h, old = model.states(x, rows, pool_all(model, [h], [rows])), h
                 report.add([h], [old], measure)
@@ -152,10 +158,8 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
     cache = None
     for records, n_passes, last_phase in phases(n_nograd, n_grad):
         with torch.set_grad_enabled(records):
-            if n_passes == 0:
-                continue
             if records and report.passes:
-                parts = [h.detach() for h in parts]
+                parts = [constant(h) for h in parts]
             cache = pool_all(model, parts, groups)
             for t in range(n_passes):
                 old = list(parts)

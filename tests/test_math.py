@@ -121,12 +121,12 @@ def test_a_token_does_not_read_its_own_channels():
     model, idx = small_model(), random_tokens(1, T)
     rows, x = model.rows(idx), model.embed_tokens(idx)
     cache = jacobi(model, idx, 2, 0).cache
-    h = model.states(x, rows, cache)
+    h = torch.stack(model.states(x, rows, cache), 2)
     for i in (0, 5, T - 1):
         k, v = cache.k.clone(), cache.v.clone()
         k[:, :, i] += 1
         v[:, :, i] += 1
-        other = model.states(x, rows, Cache(k, v, cache.sink))
+        other = torch.stack(model.states(x, rows, Cache(k, v, cache.sink)), 2)
         assert torch.equal(h[:, :i + 1], other[:, :i + 1])
         # h[1] has read the cache once: what differs there was read directly
         assert ((h - other)[:, i + 1:, 1].abs().amax(-1) > 1e-6).all()
@@ -408,7 +408,7 @@ def decode(model, cache, tokens, length):
         h = model.states(model.embed_tokens(tokens[:, t:t + 1]), rows, cache)
         if model.iterates:
             cache = cache.put(column, *model.pool(h, rows))
-        steps.append(h)
+        steps.append(torch.stack(h, 2))
     return torch.cat(steps, 1), cache
 
 
@@ -467,7 +467,7 @@ def test_decoding_inside_a_later_document():
         rows = model.place(column, column, start)
         h = model.states(model.embed_tokens(idx[:, i:i + 1]), rows, cache)
         cache = cache.put(column, *model.pool(h, rows))
-        close(h[:, 0], full.states[:, i])
+        close(torch.stack(h, 2)[:, 0], full.states[:, i])
 
 
 @both_iterations
@@ -479,7 +479,7 @@ def test_the_cache_belongs_to_the_returned_states(solver, options, grad, n):
     with torch.set_grad_enabled(grad):
         for passes in ((n, 0), (n - 1, 1)):
             solution = solver(model, idx, n_nograd=passes[0], n_grad=passes[1], **options)
-            k, v = model.pool(solution.states, model.rows(idx))
+            k, v = model.pool(list(solution.states.unbind(2)), model.rows(idx))
             close(solution.cache.k, k)
             close(solution.cache.v, v)
 
