@@ -1,24 +1,25 @@
 """
-The decoder: Qwen3 blocks, one attention function, and the plain (vanilla) key-value path.
+The decoder: Qwen3 blocks and the plain (vanilla) key-value path.
 
-Everything that WhiteMatter adds is in pool.py, which overrides two methods of `Decoder`:
-`read` (which keys and values a layer attends to) and `pool` (what a finished token adds to
-the cache).
+Everything that WhiteMatter adds is in pool.py, which says for `Decoder` what a layer attends to
+(`attend`) and what a finished token adds to the cache (`pool`).
 
 Dimensions: B rows, T tokens, S cached tokens, L layers, D width, H query heads,
-Hkv key-value heads, G = H / Hkv, d head size, C cached channels (L here, k in WhiteMatter).
+Hkv key-value heads, d head size, C cached channels (L here, k in WhiteMatter).
 `h[l]` is the state that enters layer l, `h[L]` the residual stream after the last block.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+
+from attention import Cache, Rows, attend
 
 SYSTEMS = ("whitematter", "vanilla")
 ROUTERS = ("dynamic", "static")
@@ -95,93 +96,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-@dataclass
-class Rows:
-    """Where the queries of a batch stand: column in the cache, document, position.
-
-    Query (b, i) attends to the cached tokens `start[b, i] <= j < stop[b, i]`: an interval is
-    all that causality, the document mask and "a token does not read itself" ever need.
-    """
-
-    columns: slice | Tensor  # of the cache; a tensor (B, T) where every row has its own
-    start: Tensor  # (B, T)
-    stop: Tensor  # (B, T)
-    cos: Tensor  # (B, T, d/2) float32
-    sin: Tensor
-    _masks: dict = field(default_factory=dict)
-
-    def split(self, g: int) -> list[Rows]:
-        """The strided groups {i : i mod g = q}; groups beyond T are left out."""
-        return [self.at(slice(q, None, g)) for q in range(min(g, self.start.size(1)))]
-
-    def at(self, columns: slice) -> Rows:
-        return Rows(columns, *(t[:, columns] for t in (self.start, self.stop, self.cos, self.sin)))
-
-    def mask(self, n_keys: int, n_repeat: int, sink: bool) -> Tensor:
-        """(B, 1, T * n_repeat, [1 +] n_keys) bool; built once, every layer uses it again."""
-        key = (n_keys, n_repeat, sink)
-        if key not in self._masks:
-            j = torch.arange(n_keys, device=self.start.device)
-            mask = (self.start[..., None] <= j) & (j < self.stop[..., None])
-            mask = F.pad(mask, (1, 0), value=True) if sink else mask
-            self._masks[key] = mask.repeat_interleave(n_repeat, dim=1).unsqueeze(1)
-        return self._masks[key]
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows,
-           sink: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Attention of q (B, T, H, d) on cached k, v (B, S, Hkv, d); returns (B, T, H, d).
-
-    `sink` is one more key and value (Hkv, d) that every query reads: the dummy. A query that
-    may read nothing at all gets 0. Scale 1 / sqrt(d).
-    """
-    B, T, H, d = q.shape
-    Hkv, G = k.size(2), H // k.size(2)
-    # the G query heads that share a key-value head become rows: one large product per key head
-    q = q.view(B, T, Hkv, G, d).transpose(1, 2).reshape(B, Hkv, T * G, d)
-    mask = rows.mask(k.size(1), G, sink is not None)
-    k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, Hkv, S, d)
-    if sink is not None:
-        k, v = (torch.cat((s[None, :, None].expand(B, -1, -1, -1), t), dim=2)
-                for s, t in zip(sink, (k, v)))
-    out = F.scaled_dot_product_attention(q, k, v, mask)  # (B, Hkv, T * G, d)
-    return out.view(B, Hkv, T, G, d).transpose(1, 2).reshape(B, T, H, d)
-
-
-@dataclass
-class Cache:
-    """Keys (normed and rotated) and values of all tokens so far, in token order."""
-
-    k: Tensor  # (C, B, S, Hkv, d)
-    v: Tensor
-    sink: tuple[Tensor, Tensor] | None = None  # the dummy's channels, (C, Hkv, d) each
-
-    def __post_init__(self):
-        # taken apart once: C separate selections would each backpropagate a whole cache of zeros
-        self.channels = list(zip(self.k.unbind(), self.v.unbind()))
-        self.sinks = list(zip(*(s.unbind() for s in self.sink))) if self.sink else None
-
-    def put(self, columns: slice | Tensor, k: Tensor, v: Tensor,
-            channel: int | slice = slice(None)) -> Cache:
-        """Write k, v ([C,] B, T, Hkv, d) at `columns`; in place unless gradients are recorded."""
-        if isinstance(columns, Tensor):
-            where = (channel, torch.arange(len(columns), device=columns.device)[:, None], columns)
-        else:
-            where = (channel, slice(None), columns)
-        if not torch.is_grad_enabled():
-            self.k[where], self.v[where] = k, v
-            return self
-        # a layer that has read the old version keeps it for its backward pass: copy on write
-        new_k, new_v = self.k.clone(), self.v.clone()
-        new_k[where], new_v[where] = k, v
-        return Cache(new_k, new_v, self.sink)
-
-
 class Block(nn.Module):
     """A Qwen3 decoder block. Only systems that project a layer's own state have k_proj, v_proj."""
 
     def __init__(self, c: ModelConfig, own_kv: bool):
         super().__init__()
+        self.own_kv = own_kv
         self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head, c.head_dim
         self.attn_norm = nn.Parameter(torch.ones(c.n_embd))
         self.q_proj = nn.Parameter(torch.empty(c.n_head * c.head_dim, c.n_embd))
@@ -196,16 +116,18 @@ class Block(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(c.n_hidden, c.n_embd))
         self.down_proj = nn.Parameter(torch.empty(c.n_embd, c.n_hidden))
 
-    def queries(self, a: Tensor, rows: Rows) -> Tensor:
-        """Normed input (B, T, D) -> normed, rotated queries (B, T, H, d)."""
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """State (B, T, D) -> queries (B, T, H, d) and, if own, keys and values (B, T, Hkv, d)."""
+        a = rms_norm(x, self.attn_norm)
         q = F.linear(a, self.q_proj).unflatten(-1, (self.n_head, self.head_dim))
-        return rotate(rms_norm(q, self.q_norm), rows.cos, rows.sin)
+        q = rotate(rms_norm(q, self.q_norm), cos, sin)
+        return (q, *self.keys_values(a, cos, sin)) if self.own_kv else (q, None, None)
 
-    def keys_values(self, a: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Normed input (B, T, D) -> normed, rotated keys and raw values (B, T, Hkv, d)."""
+    def keys_values(self, a: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed state (B, T, D) -> normed, rotated keys and raw values (B, T, Hkv, d)."""
         k = F.linear(a, self.k_proj).unflatten(-1, (self.n_kv_head, self.head_dim))
         v = F.linear(a, self.v_proj).unflatten(-1, (self.n_kv_head, self.head_dim))
-        return rotate(rms_norm(k, self.k_norm), rows.cos, rows.sin), v
+        return rotate(rms_norm(k, self.k_norm), cos, sin), v
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual stream and attention output (B, T, H, d) -> the next state (B, T, D)."""
@@ -261,7 +183,7 @@ class Decoder(nn.Module):
     def place(self, columns: slice | Tensor, index: Tensor, start: Tensor) -> Rows:
         """Rows for tokens at columns `index` (B, T) of documents that begin at `start` (B, T)."""
         cos, sin = rotary_tables(index - start + self.has_dummy, self.config.head_dim)
-        return Rows(columns, start, index + self.reads_itself, cos, sin)
+        return Rows(columns, start.int(), (index + self.reads_itself).int(), cos, sin)
 
     def rows(self, idx: Tensor, doc: Tensor | None = None) -> Rows:
         """Rows for whole token rows idx (B, T): positions restart in every document."""
@@ -273,28 +195,24 @@ class Decoder(nn.Module):
         shape = (self.n_channels, B, S, self.config.n_kv_head, self.config.head_dim)
         return Cache(like.new_zeros(shape), like.new_zeros(shape))
 
-    def read(self, layer: int, a: Tensor, rows: Rows, cache: Cache | None):
-        """Keys and values (B, S, Hkv, d) that `layer` attends to, and a sink or None.
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, rows: Rows,
+               cache: Cache | None) -> Tensor:
+        """What `layer` reads: attention of its queries, given its own keys and values.
 
-        a (B, T, D) is the layer's normed input. Whole rows are complete in themselves and leave
-        copies in the cache; single tokens, without gradients, attend to what the cache holds.
+        Whole rows are complete in themselves and leave copies in the cache, if there is one;
+        single tokens (decoding, no gradients) attend to what the cache holds.
         """
-        k, v = self.blocks[layer].keys_values(a, rows)
         if cache is not None:
             with torch.no_grad():
                 cache.put(rows.columns, k, v, channel=layer)
-            if rows.columns != slice(None):
-                k, v = cache.channels[layer]
-        return k, v, None
+        return attend(q, k, v, rows) if rows.complete else cache.attend(q, layer, rows)
 
     def states(self, x: Tensor, rows: Rows, cache: Cache | None = None) -> list[Tensor]:
         """States(X; P) of section 3.3: embeddings (B, T, D) -> h[0..L], L + 1 x (B, T, D)."""
         h = [x]
         for layer, block in enumerate(self.blocks):
-            a = rms_norm(x, block.attn_norm)
-            k, v, sink = self.read(layer, a, rows, cache)
-            x = block.finish(x, attend(block.queries(a, rows), k, v, rows, sink))
-            h.append(x)
+            q, k, v = block.project(h[-1], rows.cos, rows.sin)
+            h.append(block.finish(h[-1], self.attend(layer, q, k, v, rows, cache)))
         return h
 
     def logits(self, h: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Cache, Decoder, ModelConfig, Rows, rms_norm, rotary_tables, rotate
+from attention import Cache, Rows
+from model import Decoder, ModelConfig, rms_norm, rotary_tables, rotate
 
 
 def initial_sources(n_channels: int, n_sources: int) -> Tensor:
@@ -129,9 +130,8 @@ class WhiteMatter(Decoder):
         empty = super().new_cache(B, S, like)
         return Cache(empty.k, empty.v, self.kv_pool.dummy_channels())
 
-    def read(self, layer: int, a: Tensor, rows: Rows, cache: Cache):
-        j = layer % self.n_channels
-        return *cache.channels[j], cache.sinks[j]
+    def attend(self, layer: int, q: Tensor, k: None, v: None, rows: Rows, cache: Cache) -> Tensor:
+        return cache.attend(q, layer % self.n_channels, rows)
 
 
 def build(config: ModelConfig) -> Decoder:

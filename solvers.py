@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from model import Cache, Decoder, Rows
+from attention import Cache, Rows
+from model import Decoder
 
 States = list[Tensor]  # h[0..L] of some tokens, L + 1 x (B, T, D)
 
@@ -90,10 +91,13 @@ def constant(h: States) -> States:
 
 
 def pool_all(model: Decoder, parts: list[States], groups: list[Rows]) -> Cache:
-    """P = Pool(H) for all tokens, the dummy included."""
-    pooled = [model.pool(h, rows) for h, rows in zip(parts, groups)]
-    k, v = (interleave(list(t), dim=2) for t in zip(*pooled))
-    return Cache(k, v, model.kv_pool.dummy_channels())
+    """P = Pool(H) for all tokens, in a new cache."""
+    cache = None
+    for h, rows in zip(parts, groups):
+        k, v = model.pool(h, rows)
+        cache = cache or model.new_cache(k.size(1), sum(p[0].size(1) for p in parts), like=k)
+        cache.put(rows.columns, k, v)
+    return cache
 
 
 @torch.no_grad()
@@ -167,7 +171,7 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
                     parts[q] = model.states(xs[q], rows, cache)
                     # the last group of a phase is read by nobody but the caller
                     if t + 1 < n_passes or q + 1 < len(groups) or (last_phase and keep_cache):
-                        cache = cache.put(rows.columns, *model.pool(parts[q], rows))
+                        cache.put(rows.columns, *model.pool(parts[q], rows))
                 report.add(parts, old, measure)
                 if not records and report.converged:
                     break
@@ -184,7 +188,7 @@ def autoregressive(model: Decoder, idx: Tensor, doc: Tensor | None = None,
     for i in range(idx.size(1)):
         at = rows.at(slice(i, i + 1))
         parts.append(model.states(x[:, at.columns], at, cache))
-        cache = cache.put(at.columns, *model.pool(parts[-1], at))
+        cache.put(at.columns, *model.pool(parts[-1], at))
     return Solution(parts, cache if keep_cache else None, Report(passes=1, residuals=[0.0]))
 
 

@@ -552,12 +552,13 @@ class Trainer:
             self.save()
 
 
-def compile_blocks(model: Decoder):
+def compile_blocks(model: Decoder, **options):
     """Compile the pieces between attentions; all blocks share one graph for each piece."""
     for block in model.blocks:
-        block.queries, block.finish = torch.compile(block.queries), torch.compile(block.finish)
+        block.project = torch.compile(block.project, **options)
+        block.finish = torch.compile(block.finish, **options)
     if model.iterates:
-        model.kv_pool.forward = torch.compile(model.kv_pool.forward)
+        model.kv_pool.forward = torch.compile(model.kv_pool.forward, **options)
 
 
 def main(argv: list[str]):

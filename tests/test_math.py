@@ -8,8 +8,9 @@ import pytest
 import torch
 from small import random_tokens, small_model, with_documents
 
-import model as model_module
-from model import Cache, rotary_tables
+import attention
+from attention import Cache
+from model import rotary_tables
 from solvers import autoregressive, cyclic, jacobi, one_pass, solve
 
 T = 12
@@ -136,11 +137,11 @@ def test_a_token_does_not_read_its_own_channels():
 def test_a_vanilla_token_reads_itself():
     model, idx = small_model(kv="vanilla"), random_tokens(1, T)
     rows, q, v = model.rows(idx), torch.randn(1, T, 4, 6), torch.randn(1, T, 2, 6)
-    out = model_module.attend(q, v, v, rows)
+    out = attention.attend(q, v, v, rows)
     for i in (0, 5, T - 1):
         changed = v.clone()
         changed[:, i] += 1
-        other = model_module.attend(q, v, changed, rows)
+        other = attention.attend(q, v, changed, rows)
         assert torch.equal(out[:, :i], other[:, :i])
         assert ((out - other)[:, i:].abs().amax((-1, -2)) > 1e-6).all()
 
@@ -197,14 +198,14 @@ def test_a_documents_first_token_reads_exactly_the_dummys_value(monkeypatch, sol
     model, idx = small_model(n_channels=2), random_tokens(2, T)
     idx = with_documents(idx, [0, 1, 2, 9], range(T))  # the second row: documents of one token
     first = model.document_starts(idx) == torch.arange(T)
-    seen, attend = [], model_module.attend
+    seen, attend = [], attention.attend
 
     def spy(q, k, v, rows, sink=None):
         out = attend(q, k, v, rows, sink)
         seen.append((rows, out.detach()))
         return out
 
-    monkeypatch.setattr(model_module, "attend", spy)
+    monkeypatch.setattr(attention, "attend", spy)
     solution = SOLVERS[solver](model, idx, **options)
     _, values = model.kv_pool.dummy_channels()  # (k, Hkv, d)
     values = values.detach().repeat_interleave(2, dim=1)  # (k, H, d)
@@ -407,7 +408,7 @@ def decode(model, cache, tokens, length):
         rows = model.place(column, column, torch.zeros_like(column))
         h = model.states(model.embed_tokens(tokens[:, t:t + 1]), rows, cache)
         if model.iterates:
-            cache = cache.put(column, *model.pool(h, rows))
+            cache.put(column, *model.pool(h, rows))
         steps.append(torch.stack(h, 2))
     return torch.cat(steps, 1), cache
 
@@ -466,7 +467,7 @@ def test_decoding_inside_a_later_document():
         column = torch.tensor([[i]])
         rows = model.place(column, column, start)
         h = model.states(model.embed_tokens(idx[:, i:i + 1]), rows, cache)
-        cache = cache.put(column, *model.pool(h, rows))
+        cache.put(column, *model.pool(h, rows))
         close(torch.stack(h, 2)[:, 0], full.states[:, i])
 
 
@@ -492,15 +493,30 @@ def test_keep_cache_false_keeps_none_and_changes_nothing():
         assert b.cache is None and torch.equal(a.states, b.states)
 
 
-def test_writing_to_a_cache_keeps_what_a_backward_pass_needs():
-    model = small_model()
+def test_a_cache_is_a_tape_that_the_backward_pass_rewinds():
+    """Reads of overwritten versions get their own gradients, with one buffer for all of them."""
+    model, idx = small_model(), random_tokens(1, 4)
+    rows = model.rows(idx)
+    q = torch.randn(1, 4, 4, 6, dtype=torch.float64)
+    keys = [torch.randn(3, 1, 4, 2, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     cache = model.new_cache(1, 4, like=model.embed)
-    k = torch.ones(3, 1, 1, 2, 6, dtype=torch.float64)
-    later = cache.put(slice(1, 2), k, 2 * k)
-    assert not cache.k.any() and (later.k[:, :, 1] == 1).all() and (later.v[:, :, 1] == 2).all()
+    buffer, total, plain = cache.k, 0, 0
+    version = torch.zeros_like(buffer)
+    sink = [s.detach() for s in cache.sinks[1]]
+    for columns, k in ((slice(None), keys[0]), (slice(1, None, 2), keys[1][:, :, 1::2])):
+        cache.put(columns, k, k)
+        version = version.clone()
+        version[:, :, columns] = k
+        total = total + cache.attend(q, 1, rows).square().sum()
+        plain = plain + attention.attend(q, version[1], version[1], rows, sink).square().sum()
+    assert cache.k is buffer and torch.equal(buffer, version)
+    close(total, plain)
+    for a, b in zip(torch.autograd.grad(total, keys), torch.autograd.grad(plain, keys)):
+        close(a, b)
+    assert not buffer.any()  # as it was before the first write
     with torch.no_grad():
-        same = cache.put(torch.tensor([[3]]), k, k)
-    assert same is cache and (cache.k[:, :, 3] == 1).all() and not cache.k[:, :, :3].any()
+        cache.put(torch.tensor([[3]]), keys[0][:, :, :1], keys[0][:, :, :1])
+    assert torch.equal(buffer[:, :, 3], keys[0][:, :, 0]) and not buffer[:, :, :3].any()
 
 
 # -- precision ------------------------------------------------------------------------------

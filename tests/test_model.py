@@ -6,7 +6,8 @@ import pytest
 import torch
 from small import SMALL, random_tokens, small_model, with_documents
 
-from model import Cache, ModelConfig, attend, from_qwen3, rms_norm, rotary_tables, rotate, to_qwen3
+from attention import Cache, attend
+from model import ModelConfig, from_qwen3, rms_norm, rotary_tables, rotate, to_qwen3
 from pool import build, initial_sources
 from solvers import cyclic, one_pass, solve
 

@@ -1,0 +1,180 @@
+"""
+How queries read keys and values: where tokens stand (Rows), one attention function, and the Cache.
+
+Dimensions: B rows, T queries, S cached tokens, C cached channels (L for vanilla, k in
+WhiteMatter), H query heads, Hkv key-value heads, G = H / Hkv, d head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Sink = tuple[Tensor, Tensor]  # one more key and value (Hkv, d) that every query reads: the dummy
+
+
+@dataclass
+class Rows:
+    """Where the queries of a batch stand: column in the cache, document, position.
+
+    Query (b, i) attends to the cached tokens `start[b, i] <= j < stop[b, i]`: an interval is
+    all that causality, the document mask and "a token does not read itself" ever need.
+    """
+
+    columns: slice | Tensor  # of the cache; a tensor (B, T) where every row has its own
+    start: Tensor  # (B, T) int32, as is stop; neither decreases along a row
+    stop: Tensor
+    cos: Tensor  # (B, T, d/2) float32
+    sin: Tensor
+    _masks: dict = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Are these all tokens of their rows?"""
+        return isinstance(self.columns, slice) and self.columns == slice(None)
+
+    def at(self, columns: slice) -> Rows:
+        return Rows(columns, *(t[:, columns].contiguous() for t in
+                               (self.start, self.stop, self.cos, self.sin)))
+
+    def split(self, g: int) -> list[Rows]:
+        """The strided groups {i : i mod g = q}; groups beyond T are left out."""
+        return [self.at(slice(q, None, g)) for q in range(min(g, self.start.size(1)))]
+
+    def mask(self, n_keys: int, n_repeat: int, sink: bool) -> Tensor:
+        """(B, 1, T * n_repeat, [1 +] n_keys) bool; built once, every layer uses it again."""
+        key = (n_keys, n_repeat, sink)
+        if key not in self._masks:
+            j = torch.arange(n_keys, device=self.start.device)
+            mask = (self.start[..., None] <= j) & (j < self.stop[..., None])
+            mask = F.pad(mask, (1, 0), value=True) if sink else mask
+            self._masks[key] = mask.repeat_interleave(n_repeat, dim=1).unsqueeze(1)
+        return self._masks[key]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink: Sink | None = None) -> Tensor:
+    """Attention of q (B, T, H, d) on k, v (B, S, Hkv, d); returns (B, T, H, d).
+
+    A query that may read nothing at all gets 0. Scale 1 / sqrt(d).
+    """
+    B, T, H, d = q.shape
+    Hkv, G = k.size(2), H // k.size(2)
+    # the G query heads that share a key-value head become rows: one large product per key head
+    q = q.view(B, T, Hkv, G, d).transpose(1, 2).reshape(B, Hkv, T * G, d)
+    mask = rows.mask(k.size(1), G, sink is not None)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, Hkv, S, d)
+    if sink is not None:
+        k, v = (torch.cat((s[None, :, None].expand(B, -1, -1, -1), t), dim=2)
+                for s, t in zip(sink, (k, v)))
+    out = F.scaled_dot_product_attention(q, k, v, mask)  # (B, Hkv, T * G, d)
+    return out.view(B, Hkv, T, G, d).transpose(1, 2).reshape(B, T, H, d)
+
+
+class Cache:
+    """Keys (normed and rotated) and values of all tokens, in token order: k, v (C, B, S, Hkv, d).
+
+    `put` writes and `attend` reads; there is one copy of everything, also in training. While
+    gradients are recorded the cache is a tape: it remembers what each write overwrote, and the
+    backward pass, which meets writes and reads in reverse order, puts it back, so that a read
+    finds what it read before. The gradient of the cache is one running sum in the same layout:
+    reads add to it, a write takes its own part out. So a backward pass uses a cache up.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, sink: Sink | None = None):
+        self.k, self.v, self.sink = k, v, sink  # sink: the dummy's channels, (C, Hkv, d) each
+        # taken apart once: C separate selections would each backpropagate C channels of zeros
+        self.sinks = list(zip(*(s.unbind() for s in sink))) if sink else [None] * len(k)
+        self.tape = _Tape(k, v)
+        # threads all operations on the tape, so that autograd reverses them in order
+        self.link = k.new_empty(0, requires_grad=True)
+
+    def put(self, columns: slice | Tensor, k: Tensor, v: Tensor,
+            channel: int | slice = slice(None)):
+        """Write k, v ([C,] B, T, Hkv, d) at `columns`, those of a `Rows`."""
+        where = (channel, slice(None), columns)
+        if isinstance(columns, Tensor):
+            where = (channel, torch.arange(len(columns), device=columns.device)[:, None], columns)
+        if torch.is_grad_enabled():
+            self.link = _Write.apply(self.link, k, v, self.tape, where)
+        else:
+            self.k[where], self.v[where] = k, v
+
+    def attend(self, q: Tensor, channel: int, rows: Rows) -> Tensor:
+        """Attention of q (B, T, H, d) on a channel, and on the dummy if there is one."""
+        sink = self.sinks[channel]
+        if not torch.is_grad_enabled():
+            return attend(q, self.k[channel], self.v[channel], rows, sink)
+        out, self.link = _Read.apply(self.link, q, *(sink or (None, None)), self.tape, channel,
+                                     rows)
+        return out
+
+
+class _Tape:
+    """What writes and reads remember of a cache: its storage and the running gradient of it."""
+
+    def __init__(self, k: Tensor, v: Tensor):
+        self.k, self.v, self.dk, self.dv = k, v, None, None
+        self.overwritten = []  # by each write so far, less those taken back
+
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> int:
+        """Returns the number of writes so far, which names the state of the cache after it."""
+        self.overwritten.append((where, self.k[where].clone(), self.v[where].clone()))
+        self.k[where], self.v[where] = k, v
+        return len(self.overwritten)
+
+    def rewind(self, n: int):
+        """Back to the state after n writes."""
+        if len(self.overwritten) < n:
+            raise RuntimeError("a cache can be backpropagated through once: solve again")
+        while len(self.overwritten) > n:
+            where, *old = self.overwritten.pop()
+            self.k[where], self.v[where] = old
+
+    def gradient(self) -> tuple[Tensor, Tensor]:
+        """dk, dv like the cache, summed up in at least float32."""
+        if self.dk is None:
+            exact = torch.promote_types(self.k.dtype, torch.float32)
+            self.dk, self.dv = (torch.zeros_like(t, dtype=exact) for t in (self.k, self.v))
+        return self.dk, self.dv
+
+
+class _Write(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, link, k, v, tape, where):
+        ctx.tape, ctx.where, ctx.dtype, ctx.n = tape, where, k.dtype, tape.write(where, k, v)
+        return link.clone()
+
+    @staticmethod
+    def backward(ctx, d_link):
+        ctx.tape.rewind(ctx.n - 1)
+        grads = []
+        for total in ctx.tape.gradient():
+            grads.append(total[ctx.where].to(ctx.dtype, copy=True))
+            total[ctx.where] = 0
+        return d_link, *grads, None, None
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, link, q, sink_k, sink_v, tape, channel, rows):
+        ctx.tape, ctx.channel, ctx.rows, ctx.n = tape, channel, rows, len(tape.overwritten)
+        ctx.save_for_backward(q, sink_k, sink_v)
+        sink = None if sink_k is None else (sink_k, sink_v)
+        return attend(q, tape.k[channel], tape.v[channel], rows, sink), link.clone()
+
+    @staticmethod
+    def backward(ctx, d_out, d_link):
+        tape, j = ctx.tape, ctx.channel
+        tape.rewind(ctx.n)
+        q, *sink = ctx.saved_tensors
+        inputs = [q, tape.k[j], tape.v[j]] + [s for s in sink if s is not None]
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_() for t in inputs]
+            out = attend(*inputs[:3], ctx.rows, tuple(inputs[3:]) or None)
+        dq, dk, dv, *d_sink = torch.autograd.grad(out, inputs, d_out)
+        for total, d in zip(tape.gradient(), (dk, dv)):
+            total[j] += d
+        return d_link, dq, *(d_sink or (None, None)), None, None, None
