@@ -13,6 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+try:  # the fast path; Triton comes with PyTorch's CUDA builds
+    import kernels
+except ImportError:
+    kernels = None
+
 Sink = tuple[Tensor, Tensor]  # one more key and value (Hkv, d) that every query reads: the dummy
 
 
@@ -55,11 +60,18 @@ class Rows:
         return self._masks[key]
 
 
+def is_fast(q: Tensor) -> bool:
+    """Are there kernels for this: half precision on a CUDA device? If not, SDPA with a mask."""
+    return kernels is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink: Sink | None = None) -> Tensor:
     """Attention of q (B, T, H, d) on k, v (B, S, Hkv, d); returns (B, T, H, d).
 
     A query that may read nothing at all gets 0. Scale 1 / sqrt(d).
     """
+    if is_fast(q):
+        return kernels.attention(q, k, v, rows.start, rows.stop, *(sink or ()))
     B, T, H, d = q.shape
     Hkv, G = k.size(2), H // k.size(2)
     # the G query heads that share a key-value head become rows: one large product per key head
@@ -161,20 +173,32 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, link, q, sink_k, sink_v, tape, channel, rows):
         ctx.tape, ctx.channel, ctx.rows, ctx.n = tape, channel, rows, len(tape.overwritten)
-        ctx.save_for_backward(q, sink_k, sink_v)
-        sink = None if sink_k is None else (sink_k, sink_v)
-        return attend(q, tape.k[channel], tape.v[channel], rows, sink), link.clone()
+        k, v, lse = tape.k[channel], tape.v[channel], None
+        if is_fast(q):
+            out, lse = kernels.attention_forward(q, k, v, rows.start, rows.stop, sink_k, sink_v)
+        else:
+            out = attend(q, k, v, rows, None if sink_k is None else (sink_k, sink_v))
+        ctx.save_for_backward(q, sink_k, sink_v, out if lse is not None else None, lse)
+        return out, link.clone()
 
     @staticmethod
     def backward(ctx, d_out, d_link):
-        tape, j = ctx.tape, ctx.channel
+        tape, j, rows = ctx.tape, ctx.channel, ctx.rows
         tape.rewind(ctx.n)
-        q, *sink = ctx.saved_tensors
-        inputs = [q, tape.k[j], tape.v[j]] + [s for s in sink if s is not None]
-        with torch.enable_grad():
-            inputs = [t.detach().requires_grad_() for t in inputs]
-            out = attend(*inputs[:3], ctx.rows, tuple(inputs[3:]) or None)
-        dq, dk, dv, *d_sink = torch.autograd.grad(out, inputs, d_out)
-        for total, d in zip(tape.gradient(), (dk, dv)):
-            total[j] += d
-        return d_link, dq, *(d_sink or (None, None)), None, None, None
+        k, v, (dk, dv) = tape.k[j], tape.v[j], (total[j] for total in tape.gradient())
+        q, sink_k, sink_v, out, lse = ctx.saved_tensors
+        if lse is not None:
+            dq, *d_sink = kernels.attention_backward(d_out, q, k, v, out, lse, rows.start,
+                                                     rows.stop, sink_k, sink_v, dk, dv)
+        else:  # once more, with gradients
+            inputs = [q, k, v] + ([] if sink_k is None else [sink_k, sink_v])
+            with torch.enable_grad():
+                inputs = [t.detach().requires_grad_() for t in inputs]
+                out = attend(*inputs[:3], rows, tuple(inputs[3:]) or None)
+            dq, *d_kv, = torch.autograd.grad(out, inputs, d_out)
+            dk += d_kv[0]
+            dv += d_kv[1]
+            d_sink = d_kv[2:] or (None, None)
+        if sink_k is not None:
+            d_sink = (d.to(sink_k.dtype) for d in d_sink)
+        return d_link, dq, *d_sink, None, None, None
