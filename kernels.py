@@ -1,0 +1,505 @@
+"""
+Attention of some positions of a row on a token-order cache, forward and backward, in Triton.
+
+Query t of a row reads the keys `start[t] <= j < stop[t]` and, if there is one, the sink: a key and
+value that every query reads (the dummy). `start` and `stop` must not decrease along t, which
+causality, documents and strided groups all obey; a kernel then finds the keys of a query block,
+and the queries of a key block, from the ends of an interval, and no mask is ever stored. Nothing
+depends on the data on the host's side, so all of it may be captured in a CUDA graph. Tiles are
+read whole: what lies in k and v beyond the intervals must be finite (zeros in a new cache).
+
+Dimensions: B rows, Tq queries, S keys, H query heads, Hkv key-value heads, G = H / Hkv, d head
+size, split in two products of D0 + D1 columns (96 = 64 + 32; padding to 128 would cost a third
+more). The query heads that share a key-value head are packed, so that one tile of keys serves
+them all: packed row r = t * P + g with P = G rounded up to a power of two, R = Tq * P. A program
+owns BLOCK_M packed rows or BLOCK_N keys of one (b, key-value head). Tiles move through tensor
+descriptors (Hopper's copy engine; it fills with zeros and drops what lies outside, so padded and
+missing rows are harmless zeros) over 5 dimensions: q, out, dq (B, Tq, Hkv, G, d) and the cache
+(B, S, Hkv, 1, d). Scores are in base 2 inside, s * scale * log2(e), as exp2 is the hardware's own;
+lse2 (B, Hkv, R) is the base-2 logarithm of a row's sum, -inf for a row that reads nothing (its
+output is 0).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+LOG2E = 1.4426950408889634
+
+# (BLOCK_M, BLOCK_N, warps, stages, edges[, registers]) by kernel and head size; an entry serves the sizes up
+# to its own. "group": fewer queries than keys, so most tiles touch an edge of the mask and every
+# tile is masked. edges=True: three loops, the middle one without a mask, for long interiors.
+# The programs are small enough for two or three on a multiprocessor: loops are short here, and
+# one program's loads and softmax hide behind another's products.
+CONFIGS = {
+    ("forward", "group"): {64: (64, 64, 4, 2, False), 128: (64, 64, 4, 2, False)},
+    ("forward", "full"): {64: (128, 128, 8, 2, True), 128: (128, 64, 8, 2, True, 128)},
+    ("forward", "decode"): {64: (16, 128, 4, 3, False), 128: (16, 64, 4, 3, False)},
+    ("dq", "group"): {64: (64, 64, 4, 2, False), 128: (64, 64, 4, 2, False)},
+    ("dq", "full"): {64: (64, 64, 4, 2, True), 128: (64, 64, 4, 2, True)},
+    ("dkv", "group"): {64: (64, 64, 4, 2, False), 128: (32, 64, 4, 2, False)},
+    ("dkv", "full"): {64: (64, 128, 8, 2, True), 128: (64, 128, 8, 2, True)},
+}
+
+
+def config(kernel: str, kind: str, d: int) -> tuple[dict, dict]:
+    """Constants of a kernel and its launch options for head size d."""
+    table = CONFIGS[kernel, kind]
+    block_m, block_n, warps, stages, edges, *registers = table[
+        min(n for n in table if n >= min(d, max(table)))]
+    d0 = 1 << (d.bit_length() - 1)
+    return (dict(D0=d0, D1=d - d0, BLOCK_M=block_m, BLOCK_N=block_n, EDGES=edges),
+            dict(num_warps=warps, num_stages=stages, maxnreg=registers[0] if registers else None))
+
+
+# ---- pieces: a tile of d columns is a pair of tiles of D0 and D1 columns ----------------------
+
+
+@triton.jit
+def load(x0, x1, b, i, head, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    """ROWS packed rows of one head from position i on, as a pair."""
+    a = x0.load([b, i, head, 0, 0]).reshape(ROWS, D0)
+    c = a  # a stand-in that nobody reads where D1 = 0
+    if D1 > 0:
+        c = x1.load([b, i, head, 0, D0]).reshape(ROWS, D1)
+    return a, c
+
+
+@triton.jit
+def load_rows(base, offsets, mask, D0: tl.constexpr, D1: tl.constexpr):
+    """The same through pointers, for operands that stay: of a reshaped tile Triton would make
+    registers, of these shared memory, which leaves room for more programs."""
+    at, mask = base + offsets[:, None], mask[:, None]
+    a = tl.load(at + tl.arange(0, D0)[None, :], mask, 0.0)
+    c = a
+    if D1 > 0:
+        c = tl.load(at + D0 + tl.arange(0, D1)[None, :], mask, 0.0)
+    return a, c
+
+
+@triton.jit
+def store(x0, x1, b, i, head, a, c, D0: tl.constexpr, D1: tl.constexpr):
+    x0.store([b, i, head, 0, 0], a.to(x0.dtype).reshape(x0.block_shape))
+    if D1 > 0:
+        x1.store([b, i, head, 0, D0], c.to(x1.dtype).reshape(x1.block_shape))
+
+
+@triton.jit
+def add(x0, x1, b, i, head, a, c, D0: tl.constexpr, D1: tl.constexpr):
+    """Add to what is there, in the copy engine. No other program adds to these rows, so the bits
+    do not depend on any order."""
+    x0.atomic_add([b, i, head, 0, 0], a.to(x0.dtype).reshape(x0.block_shape))
+    if D1 > 0:
+        x1.atomic_add([b, i, head, 0, D0], c.to(x1.dtype).reshape(x1.block_shape))
+
+
+@triton.jit
+def zeros_pair(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    return tl.zeros((N, D0), tl.float32), tl.zeros((N, D1 if D1 > 0 else 16), tl.float32)
+
+
+@triton.jit
+def dot_t(a, b, D1: tl.constexpr):
+    """a @ b^T over all d columns."""
+    s = tl.dot(a[0], tl.trans(b[0]))
+    if D1 > 0:
+        s = tl.dot(a[1], tl.trans(b[1]), s)
+    return s
+
+
+@triton.jit
+def dot_add(p, b, acc0, acc1, D1: tl.constexpr):
+    """acc + p @ b; p stays in registers, as the left operand."""
+    p = p.to(b[0].dtype)
+    acc0 = tl.dot(p, b[0], acc0)
+    if D1 > 0:
+        acc1 = tl.dot(p, b[1], acc1)
+    return acc0, acc1
+
+
+@triton.jit
+def load_sink(ptr, D0: tl.constexpr, D1: tl.constexpr):
+    x0 = tl.load(ptr + tl.arange(0, D0)).to(tl.float32)[None, :]
+    x1 = x0
+    if D1 > 0:
+        x1 = tl.load(ptr + D0 + tl.arange(0, D1)).to(tl.float32)[None, :]
+    return x0, x1
+
+
+@triton.jit
+def row_dot(a, b, D1: tl.constexpr):
+    """Row sums of a * b in float32."""
+    s = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
+    if D1 > 0:
+        s += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
+    return s
+
+
+@triton.jit
+def visible(start, stop, j):
+    return (start <= j) & (j < stop)
+
+
+@triton.jit
+def query_block(start, stop, b, t0, Tq, P: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Intervals of the packed rows from position t0 on, and the block's key bounds.
+
+    lo <= the block's keys < hi, and all of its rows read the keys left <= j < right. Rows past
+    the end repeat the last position; their queries are zeros and their results are dropped.
+    """
+    start += b * Tq
+    stop += b * Tq
+    last = tl.minimum(t0 + BLOCK_M // P, Tq) - 1
+    t = tl.minimum(t0 + tl.arange(0, BLOCK_M) // P, last)
+    return (tl.load(start + t), tl.load(stop + t), tl.load(start + t0), tl.load(start + last),
+            tl.load(stop + t0), tl.load(stop + last))
+
+
+@triton.jit
+def query_rows(b, t0, head, Tq, Hkv, G: tl.constexpr, P: tl.constexpr, d: tl.constexpr,
+               BLOCK_M: tl.constexpr):
+    """Offsets of packed rows in a contiguous (B, Tq, H, d), and which of them exist."""
+    r = tl.arange(0, BLOCK_M)
+    t, g = t0 + r // P, r % P
+    return ((b * Tq + t).to(tl.int64) * Hkv * G + head * G + g) * d, (t < Tq) & (g < G)
+
+
+@triton.jit
+def span(part: tl.constexpr, lo, left, right, hi, BLOCK: tl.constexpr, EDGES: tl.constexpr):
+    """The part of lo .. hi in blocks: 0 up to where no block needs a mask, 1 those, 2 the rest
+    (without EDGES all)."""
+    first, end = lo, hi
+    if EDGES:
+        a = lo + tl.cdiv(tl.maximum(left - lo, 0), BLOCK) * BLOCK
+        z = a + tl.maximum(tl.minimum(right, hi) - a, 0) // BLOCK * BLOCK
+        if part == 0:
+            end = tl.minimum(a, hi)
+        elif part == 1:
+            first, end = a, z
+        else:
+            first = z
+    return first, end
+
+
+# ---- forward ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def forward_kernel(q, k0, k1, v0, v1, out0, out1, lse2, start, stop, sink_k, sink_v, scale2,
+                   Tq, Hkv, G: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr,
+                   SPLITS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGES: tl.constexpr):
+    d: tl.constexpr = D0 + D1
+    b, head = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv
+    # the last blocks have the most keys under a causal mask: they start first
+    t0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * (BLOCK_M // P)
+    begin, end, lo, left, right, hi = query_block(start, stop, b, t0, Tq, P, BLOCK_M)
+    split = tl.program_id(2)
+    if SPLITS > 1:  # this program's share of the keys, in whole blocks
+        share = tl.cdiv(tl.cdiv(hi - lo, BLOCK_N), SPLITS) * BLOCK_N
+        lo += split * share
+        hi = tl.minimum(hi, lo + share)
+    rows, exists = query_rows(b, t0, head, Tq, Hkv, G, P, d, BLOCK_M)
+    q = load_rows(q, rows, exists, D0, D1)
+
+    # a finite lower bound in place of -inf: exp2(-inf - m) is 0 for a row without keys, never NaN
+    m = tl.full((BLOCK_M,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc0, acc1 = zeros_pair(BLOCK_M, D0, D1)
+    s_sink = m
+    if SINK:  # the online softmax starts from the sink, in the first split
+        s_sink = row_dot(q, load_sink(sink_k + head * d, D0, D1), D1) * scale2
+        s_sink = tl.where(split == 0, s_sink, -1e30)
+        m = s_sink
+        total = tl.where(s_sink > -1e30, 1.0, total)
+    for part in tl.static_range(0 if EDGES else 2, 3):
+        first, last = span(part, lo, left, right, hi, BLOCK_N, EDGES)
+        for j0 in tl.range(first, last, BLOCK_N):
+            k = load(k0, k1, b, j0, head, BLOCK_N, D0, D1)
+            v = load(v0, v1, b, j0, head, BLOCK_N, D0, D1)
+            s = dot_t(q, k, D1)
+            if part != 1:
+                j = j0 + tl.arange(0, BLOCK_N)[None, :]
+                # a split ends before the row's interval does
+                s = tl.where(visible(begin[:, None], tl.minimum(end, hi)[:, None], j), s,
+                             float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1) * scale2)
+            p = tl.exp2(s * scale2 - m_new[:, None])
+            shrink = tl.exp2(m - m_new)
+            total = total * shrink + tl.sum(p, 1)
+            acc0, acc1 = dot_add(p, v, acc0 * shrink[:, None], acc1 * shrink[:, None], D1)
+            m = m_new
+    if SINK:
+        # its value joins here, not before the loop: accumulators that start from a broadcast row
+        # make ptxas serialize all matrix products (its message C7515)
+        weight = tl.where(s_sink > -1e30, tl.exp2(s_sink - m), 0.0)[:, None]
+        v_sink = load_sink(sink_v + head * d, D0, D1)
+        acc0 += weight * v_sink[0]
+        if D1 > 0:
+            acc1 += weight * v_sink[1]
+    safe = tl.where(total > 0, total, 1.0)
+    inverse = (1.0 / safe)[:, None]
+    b += split * (tl.num_programs(0) // Hkv)  # splits are stacked along the rows of the batch
+    store(out0, out1, b, t0, head, acc0 * inverse, acc1 * inverse, D0, D1)
+    r = t0 * P + tl.arange(0, BLOCK_M)
+    tl.store(lse2 + (b * Hkv + head) * Tq * P + r,
+             tl.where(total > 0, m + tl.log2(safe), float("-inf")), r < Tq * P)
+
+
+@triton.jit
+def merge_kernel(part, part_lse2, out, lse2, B, Tq, H, Hkv, G: tl.constexpr, P: tl.constexpr,
+                 SPLITS: tl.constexpr, d: tl.constexpr, D: tl.constexpr):
+    """Add up the splits of one query and head by their weights."""
+    b, t, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = ((b * Tq + t) * H + h) * d
+    lse_row = ((b * Hkv + h // G) * Tq + t) * P + h % G
+    n, c = tl.arange(0, SPLITS), tl.arange(0, D)
+    x = tl.load(part_lse2 + n * (B * Hkv * Tq * P) + lse_row)
+    m = tl.maximum(tl.max(x, 0), -1e30)
+    w = tl.exp2(x - m)
+    total = tl.sum(w, 0)
+    safe = tl.where(total > 0, total, 1.0)
+    y = tl.load(part + n[:, None] * (B * Tq * H * d) + row + c[None, :], (c < d)[None, :], 0.0)
+    y = tl.sum(y * w[:, None], 0) / safe
+    tl.store(out + row + c, y.to(out.dtype.element_ty), c < d)
+    tl.store(lse2 + lse_row, tl.where(total > 0, m + tl.log2(safe), float("-inf")))
+
+
+# ---- backward ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def dq_kernel(q, out, do, k0, k1, v0, v1, dq0, dq1, lse2, delta, dsink,
+              start, stop, sink_k, sink_v, scale, scale2, Tq, Hkv, G: tl.constexpr, P: tl.constexpr,
+              SINK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr,
+              BLOCK_N: tl.constexpr, EDGES: tl.constexpr):
+    """dq of a block of packed rows; on the way delta = rowsum(do * out), which the next kernel
+    needs too, and the block's part of the sink's gradients."""
+    d: tl.constexpr = D0 + D1
+    b, head = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    t0 = block * (BLOCK_M // P)
+    begin, end, lo, left, right, hi = query_block(start, stop, b, t0, Tq, P, BLOCK_M)
+    rows, exists = query_rows(b, t0, head, Tq, Hkv, G, P, d, BLOCK_M)
+    q = load_rows(q, rows, exists, D0, D1)
+    do = load_rows(do, rows, exists, D0, D1)
+    r = t0 * P + tl.arange(0, BLOCK_M)
+    packed = (b * Hkv + head) * Tq * P + r
+    lse = tl.load(lse2 + packed, r < Tq * P, 0.0)
+    row_delta = row_dot(do, load_rows(out, rows, exists, D0, D1), D1)
+    tl.store(delta + packed, row_delta, r < Tq * P)
+
+    acc0, acc1 = zeros_pair(BLOCK_M, D0, D1)
+    ds_sink = row_delta
+    if SINK:  # one more column
+        p_sink = tl.exp2(row_dot(q, load_sink(sink_k + head * d, D0, D1), D1) * scale2 - lse)
+        ds_sink = p_sink * (row_dot(do, load_sink(sink_v + head * d, D0, D1), D1) - row_delta)
+        # every block has a row of its own, added up afterwards: no atomics, same bits every time
+        dsink_k = dsink + ((b * tl.num_programs(1) + block) * Hkv + head) * d
+        dsink_v = dsink_k + tl.num_programs(0) * tl.num_programs(1) * d
+        weight_k, weight_v = (ds_sink * scale)[:, None], p_sink[:, None]
+        c = tl.arange(0, D0)
+        tl.store(dsink_k + c, tl.sum(weight_k * q[0].to(tl.float32), 0))
+        tl.store(dsink_v + c, tl.sum(weight_v * do[0].to(tl.float32), 0))
+        if D1 > 0:
+            c1 = D0 + tl.arange(0, D1)
+            tl.store(dsink_k + c1, tl.sum(weight_k * q[1].to(tl.float32), 0))
+            tl.store(dsink_v + c1, tl.sum(weight_v * do[1].to(tl.float32), 0))
+    for part in tl.static_range(0 if EDGES else 2, 3):
+        first, last = span(part, lo, left, right, hi, BLOCK_N, EDGES)
+        for j0 in tl.range(first, last, BLOCK_N):
+            k = load(k0, k1, b, j0, head, BLOCK_N, D0, D1)
+            v = load(v0, v1, b, j0, head, BLOCK_N, D0, D1)
+            p = tl.exp2(dot_t(q, k, D1) * scale2 - lse[:, None])
+            if part != 1:
+                j = j0 + tl.arange(0, BLOCK_N)[None, :]
+                p = tl.where(visible(begin[:, None], end[:, None], j), p, 0.0)
+            ds = p * (dot_t(do, v, D1) - row_delta[:, None])
+            acc0, acc1 = dot_add(ds, k, acc0, acc1, D1)
+    if SINK:
+        k_sink = load_sink(sink_k + head * d, D0, D1)
+        acc0 += ds_sink[:, None] * k_sink[0]
+        if D1 > 0:
+            acc1 += ds_sink[:, None] * k_sink[1]
+    store(dq0, dq1, b, t0, head, acc0 * scale, acc1 * scale, D0, D1)
+
+
+@triton.jit
+def dkv_kernel(q0, q1, keys, values, do0, do1, dk0, dk1, dv0, dv1, lse2, delta, start, stop,
+               scale, scale2, Tq, S, Hkv, stride_b, stride_s, stride_h, P: tl.constexpr,
+               CHUNK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr, EDGES: tl.constexpr):
+    """dk += and dv += for a block of keys, over the queries that can read one of them."""
+    b, head = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv
+    j0 = tl.program_id(1) * BLOCK_N  # under a causal mask the first keys have the most queries
+    start += b * Tq
+    stop += b * Tq
+    # start and stop never decrease, so counting finds the ends: queries lo <= t < hi read one of
+    # these keys, left <= t < right all of them
+    lo, left, right, hi = 0, 0, 0, 0
+    for i0 in range(0, Tq, CHUNK):
+        i = i0 + tl.arange(0, CHUNK)
+        begin = tl.load(start + i, i < Tq, 2147483647)
+        end = tl.load(stop + i, i < Tq, 2147483647)
+        lo += tl.sum((end <= j0).to(tl.int32), 0)
+        left += tl.sum((end < j0 + BLOCK_N).to(tl.int32), 0)
+        right += tl.sum((begin <= j0).to(tl.int32), 0)
+        hi += tl.sum((begin < j0 + BLOCK_N).to(tl.int32), 0)
+    if lo < hi:
+        T: tl.constexpr = BLOCK_M // P
+        lse2 += (b * Hkv + head) * Tq * P
+        delta += (b * Hkv + head) * Tq * P
+        j = j0 + tl.arange(0, BLOCK_N)
+        rows = b.to(tl.int64) * stride_b + head * stride_h + j * stride_s
+        k = load_rows(keys, rows, j < S, D0, D1)
+        v = load_rows(values, rows, j < S, D0, D1)
+        j = j[:, None]
+        dk_acc0, dk_acc1 = zeros_pair(BLOCK_N, D0, D1)
+        dv_acc0, dv_acc1 = zeros_pair(BLOCK_N, D0, D1)
+        for part in tl.static_range(0 if EDGES else 2, 3):
+            first, last = span(part, lo, left, right, hi, T, EDGES)
+            for t0 in tl.range(first, last, T):
+                q = load(q0, q1, b, t0, head, BLOCK_M, D0, D1)
+                do = load(do0, do1, b, t0, head, BLOCK_M, D0, D1)
+                r = t0 * P + tl.arange(0, BLOCK_M)
+                # scores transposed, (keys, rows): the left operand of two products as they are
+                p = tl.exp2(dot_t(k, q, D1) * scale2 - tl.load(lse2 + r, r < Tq * P, 0.0)[None, :])
+                if part != 1:
+                    # one look-up per position, not per packed row; none is visible past the end
+                    t = t0 + tl.arange(0, T)
+                    begin = tl.load(start + t, t < Tq, 0)[:, None].broadcast_to(T, P)
+                    end = tl.load(stop + t, t < Tq, 0)[:, None].broadcast_to(T, P)
+                    p = tl.where(visible(begin.reshape(1, BLOCK_M), end.reshape(1, BLOCK_M), j),
+                                 p, 0.0)
+                dv_acc0, dv_acc1 = dot_add(p, do, dv_acc0, dv_acc1, D1)
+                ds = p * (dot_t(v, do, D1) - tl.load(delta + r, r < Tq * P, 0.0)[None, :])
+                dk_acc0, dk_acc1 = dot_add(ds, q, dk_acc0, dk_acc1, D1)
+        add(dv0, dv1, b, j0, head, dv_acc0, dv_acc1, D0, D1)
+        add(dk0, dk1, b, j0, head, dk_acc0 * scale, dk_acc1 * scale, D0, D1)
+
+
+# ---- host side --------------------------------------------------------------------------------
+
+
+def check(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, *caches: Tensor):
+    """Name what a kernel would silently read wrongly."""
+    (B, Tq, H, d), (_, S, Hkv, _) = q.shape, k.shape
+    for x in caches:
+        if x.shape != (B, S, Hkv, d) or x.stride(3) != 1 or H % Hkv:
+            raise ValueError(f"key, value or gradient {tuple(x.shape)}, strides {x.stride()}: with "
+                             f"queries {tuple(q.shape)} and keys {tuple(k.shape)} it does not fit")
+    rest = d - (1 << (d.bit_length() - 1))
+    if d < 16 or rest & (rest - 1) or 0 < rest < 16:
+        raise ValueError(f"head size {d}: 16, 32, 64, 128, or a sum of two of them, is needed")
+    for x in (start, stop):
+        if x.dtype != torch.int32 or x.shape != (B, Tq) or not x.is_contiguous():
+            raise ValueError(f"start and stop: contiguous int32 ({B}, {Tq}) are needed")
+
+
+def tiles(rows: int, Hkv: int, c: dict, *tensors: Tensor) -> list[TensorDescriptor | None]:
+    """Descriptor pairs of tiles of `rows` packed rows, for q-like or (Hkv = 0) cache tensors."""
+    pairs = []
+    for tensor in tensors:
+        x = tensor.unflatten(2, (Hkv, -1)) if Hkv else tensor.unsqueeze(3)
+        P = triton.next_power_of_2(x.size(3))
+        pairs += [TensorDescriptor.from_tensor(x, [1, rows // P, 1, P, n]) if n else None
+                  for n in (c["D0"], c["D1"])]
+    return pairs
+
+
+def kind_of(q: Tensor, k: Tensor) -> str:
+    return "group" if q.size(1) < k.size(1) else "full"
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
+                      sink_k: Tensor | None = None, sink_v: Tensor | None = None,
+                      kind: str | None = None, splits: int = 1) -> tuple[Tensor, Tensor]:
+    """out (B, Tq, H, d) and lse2 (B, Hkv, R); `splits` programs share the keys of a query block."""
+    check(q, k, start, stop, k, v)
+    (B, Tq, H, d), Hkv = q.shape, k.size(2)
+    P = triton.next_power_of_2(H // Hkv)
+    c, options = config("forward", kind or kind_of(q, k), d)
+    q = q.contiguous()
+    out, lse2 = torch.empty_like(q), q.new_empty(B, Hkv, Tq * P, dtype=torch.float32)
+    part, part_lse2 = out, lse2
+    if splits > 1:
+        part = q.new_empty(splits * B, Tq, H, d, dtype=torch.float32)
+        part_lse2 = q.new_empty(splits * B, Hkv, Tq * P, dtype=torch.float32)
+    sink = [x if x is None else x.contiguous() for x in (sink_k, sink_v)]
+    forward_kernel[B * Hkv, triton.cdiv(Tq * P, c["BLOCK_M"]), splits](
+        q, *tiles(c["BLOCK_N"], 0, c, k, v), *tiles(c["BLOCK_M"], Hkv, c, part), part_lse2,
+        start, stop, *sink, d ** -0.5 * LOG2E, Tq, Hkv, G=H // Hkv, P=P,
+        SINK=sink_k is not None, SPLITS=splits, **c, **options)
+    if splits > 1:
+        merge_kernel[B, Tq, H](part, part_lse2, out, lse2, B, Tq, H, Hkv, G=H // Hkv, P=P,
+                               SPLITS=splits, d=d, D=triton.next_power_of_2(d), num_warps=2)
+    return out, lse2
+
+
+def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor,
+                       start: Tensor, stop: Tensor, sink_k: Tensor | None, sink_v: Tensor | None,
+                       dk_acc: Tensor, dv_acc: Tensor) -> tuple:
+    """dq, and the sink's two gradients (Hkv, d) in float32 or None. dk and dv are added to dk_acc
+    and dv_acc (B, S, Hkv, d), float32 or bfloat16: a running gradient of the cache, or zeros."""
+    check(q, k, start, stop, k, v, dk_acc, dv_acc)
+    (B, Tq, H, d), (_, S, Hkv, _) = q.shape, k.shape
+    P = triton.next_power_of_2(H // Hkv)
+    do, q = do.contiguous(), q.contiguous()
+    dq, delta, dsink = torch.empty_like(q), torch.empty_like(lse2), None
+    c, options = config("dq", kind_of(q, k), d)
+    blocks = triton.cdiv(Tq * P, c["BLOCK_M"])
+    sink = [x if x is None else x.contiguous() for x in (sink_k, sink_v)]
+    if sink_k is not None:
+        dsink = q.new_empty(2, B * blocks, Hkv, d, dtype=torch.float32)
+    dq_kernel[B * Hkv, blocks](
+        q, out, do, *tiles(c["BLOCK_N"], 0, c, k, v), *tiles(c["BLOCK_M"], Hkv, c, dq), lse2,
+        delta, dsink, start, stop, *sink, d ** -0.5, d ** -0.5 * LOG2E, Tq, Hkv, G=H // Hkv, P=P,
+        SINK=sink_k is not None, **c, **options)
+    c, options = config("dkv", kind_of(q, k), d)
+    dkv_kernel[B * Hkv, triton.cdiv(S, c["BLOCK_N"])](
+        *tiles(c["BLOCK_M"], Hkv, c, q), k, v, *tiles(c["BLOCK_M"], Hkv, c, do),
+        *tiles(c["BLOCK_N"], 0, c, dk_acc, dv_acc), lse2, delta, start, stop, d ** -0.5,
+        d ** -0.5 * LOG2E, Tq, S, Hkv, *k.stride()[:3], P=P,
+        CHUNK=min(1024, triton.next_power_of_2(Tq)), **c, **options)
+    return dq, *((None, None) if dsink is None else dsink.sum(1))
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, start, stop, sink_k, sink_v):
+        out, lse2 = attention_forward(q, k, v, start, stop, sink_k, sink_v)
+        ctx.save_for_backward(q, k, v, out, lse2, start, stop, sink_k, sink_v)
+        return out
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, out, lse2, start, stop, sink_k, sink_v = ctx.saved_tensors
+        dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+        dq, dsink_k, dsink_v = attention_backward(do, q, k, v, out, lse2, start, stop,
+                                                  sink_k, sink_v, dk, dv)
+        if sink_k is not None:
+            dsink_k, dsink_v = dsink_k.to(sink_k.dtype), dsink_v.to(sink_v.dtype)
+        return dq, dk, dv, None, None, dsink_k, dsink_v
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
+              sink_k: Tensor | None = None, sink_v: Tensor | None = None) -> Tensor:
+    """Attention of q (B, Tq, H, d) on k, v (B, S, Hkv, d), differentiable; see the file's head."""
+    return Attention.apply(q, k, v, start, stop, sink_k, sink_v)
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
+                     sink_k: Tensor | None = None, sink_v: Tensor | None = None) -> Tensor:
+    """The same for a few queries and no gradients: programs share the keys (flash-decoding).
+
+    The number of shares follows from the shapes alone, about three programs for each of 132
+    multiprocessors and never more than one for 128 keys; what each reads, the device decides.
+    """
+    B, (S, Hkv) = q.size(0), k.shape[1:3]
+    splits = min(triton.next_power_of_2(triton.cdiv(400, B * Hkv)),
+                 triton.next_power_of_2(triton.cdiv(S, 128)), 64)
+    return attention_forward(q, k, v, start, stop, sink_k, sink_v, "decode", splits)[0]

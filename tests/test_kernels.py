@@ -1,0 +1,237 @@
+"""kernels.py against a plain float64 attention: on a GPU as it is, elsewhere interpreted."""
+
+import os
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+pytest.importorskip("triton", reason="kernels.py needs Triton (pip install triton)")
+import kernels  # noqa: E402
+
+if not GPU:
+    from triton.runtime import interpreter
+
+    def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
+        """Loop bounds are arrays of one element, which NumPy 2.4 no longer takes for integers."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def reduce_tile(self, kind, desc, value, indices):
+        """The copy engine's addition, which the interpreter lacks."""
+        a, b = self.create_descriptor_load(desc, indices, None, None).data, value.data
+        if value.dtype.is_bf16():  # kept as uint16
+            a, b = (torch.from_numpy(x).view(torch.bfloat16) for x in (a, b))
+            total = (a + b).view(torch.uint16).numpy()
+        else:
+            total = a + b
+        self.create_descriptor_store(desc, interpreter.TensorHandle(total, value.dtype), indices)
+
+    interpreter._patch_lang_tensor = patch_tensor
+    interpreter.InterpreterBuilder.create_descriptor_reduce = reduce_tile
+
+DEVICE = "cuda" if GPU else "cpu"
+SMALL = {key: {128: value} for key, value in {
+    ("forward", "group"): (16, 16, 4, 2, False), ("forward", "full"): (32, 16, 4, 2, True),
+    ("forward", "decode"): (16, 32, 4, 2, False), ("dq", "group"): (16, 16, 4, 2, False),
+    ("dq", "full"): (32, 16, 4, 2, True), ("dkv", "group"): (16, 32, 4, 2, False),
+    ("dkv", "full"): (16, 16, 4, 2, True)}.items()}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks so small that short rows have edges and interiors (and the interpreter is quick)."""
+    monkeypatch.setattr(kernels, "CONFIGS", SMALL)
+
+
+def reference(q, k, v, start, stop, sink_k=None, sink_v=None):
+    """Softmax over a float64 score matrix; rows that read nothing give 0. Returns out, lse2."""
+    G = q.size(2) // k.size(2)
+    k, v = k.repeat_interleave(G, 2), v.repeat_interleave(G, 2)
+    s = torch.einsum("bthd,bshd->bths", q, k) / q.size(-1) ** 0.5
+    j = torch.arange(k.size(1), device=q.device)
+    mask = (start[..., None] <= j) & (j < stop[..., None])
+    s = s.masked_fill(~mask[:, :, None], -torch.inf)
+    if sink_k is not None:
+        sink_k, sink_v = sink_k.repeat_interleave(G, 0), sink_v.repeat_interleave(G, 0)
+        s = torch.cat((s, (q * sink_k).sum(-1, keepdim=True) / q.size(-1) ** 0.5), -1)
+    lse = s.logsumexp(-1)
+    p = (s - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+    out = torch.einsum("bths,bshd->bthd", p[..., : k.size(1)], v)
+    if sink_k is not None:
+        out = out + p[..., -1:] * sink_v
+    return out, lse * kernels.LOG2E
+
+
+def case(B, S, g, q0, H, Hkv, d, own=0, sink=True, docs=True, dtype=torch.float32, C=2, seed=0):
+    """Inputs of group q0 of g: every g-th position of documents, keys in channel 1 of a cache."""
+    r = torch.Generator().manual_seed(seed + S + g + d)
+    index = torch.arange(S).expand(B, S)
+    first = torch.rand(B, S, generator=r) < (4 / S if docs else 0)
+    start = torch.where(first, index, 0).cummax(1).values
+    Tq = len(range(q0, S, g))
+    start, stop = (x[:, q0::g].int().contiguous() for x in (start, index + own))
+    cache = torch.randn(2, C, B, S, Hkv, d, generator=r)
+    k, v = cache[0, C - 1], cache[1, C - 1]
+    q, do = torch.randn(2, B, Tq, H, d, generator=r)
+    sinks = list(torch.randn(2, Hkv, d, generator=r)) if sink else [None, None]
+    put = lambda x: x if x is None else x.to(DEVICE, x.dtype if x.dtype == torch.int32 else dtype)  # noqa: E731
+    return [put(x) for x in (q, k, v, start, stop, *sinks)], put(do)
+
+
+def close(ours, theirs, tol):
+    assert ours.shape == theirs.shape and ours.isfinite().all()
+    assert (ours.double() - theirs).norm() <= tol * theirs.norm() + 1e-30
+
+
+def gradients(inputs, do):
+    """Outputs and gradients of the float64 reference."""
+    leaves = [x if x is None or x.dtype == torch.int32 else x.detach().double().requires_grad_()
+              for x in inputs]
+    out, _ = reference(*leaves)
+    out.backward(do.double())
+    return out.detach(), [x.grad for x in leaves if x is not None and x.dtype != torch.int32]
+
+
+def check(inputs, do, tol):
+    expected, grads = gradients(inputs, do)
+    leaves = [x if x is None or x.dtype == torch.int32 else x.detach().requires_grad_()
+              for x in inputs]
+    out = kernels.attention(*leaves)
+    out.backward(do)
+    close(out.detach(), expected, tol)
+    ours = [x.grad for x in leaves if x is not None and x.dtype != torch.int32]
+    for mine, theirs in zip(ours, grads, strict=True):
+        close(mine, theirs, tol)
+
+
+TOL = 5e-3 if GPU else 1e-5  # a GPU multiplies float32 as tf32
+CASES = {
+    "group": dict(B=2, S=96, g=4, q0=1, H=4, Hkv=2, d=32),
+    "first group, no multiple": dict(B=2, S=75, g=4, q0=0, H=4, Hkv=2, d=32),
+    "64 + 32 columns": dict(B=1, S=70, g=3, q0=2, H=2, Hkv=1, d=96),
+    "three heads a key head": dict(B=1, S=45, g=2, q0=1, H=6, Hkv=2, d=16),
+    "full": dict(B=1, S=75, g=1, q0=0, H=4, Hkv=2, d=48, own=1),
+    "full, no documents": dict(B=1, S=80, g=1, q0=0, H=2, Hkv=2, d=16, own=1, docs=False),
+    "one query": dict(B=2, S=33, g=64, q0=20, H=4, Hkv=2, d=16),
+}
+
+
+@pytest.mark.parametrize("sink", [True, False], ids=["sink", "no sink"])
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_gradients(name, sink, small_blocks):
+    check(*case(**CASES[name], sink=sink), TOL)
+
+
+def test_default_blocks():
+    check(*case(B=1, S=150, g=2, q0=1, H=2, Hkv=1, d=96), TOL)
+    check(*case(B=1, S=150, g=1, q0=0, H=2, Hkv=1, d=16, own=1), TOL)
+    inputs, _ = case(B=1, S=300, g=512, q0=290, H=2, Hkv=1, d=16)
+    expected, _ = reference(*(x if x.dtype == torch.int32 else x.double() for x in inputs))
+    close(kernels.decode_attention(*inputs), expected, TOL)
+
+
+def test_empty_rows(small_blocks):
+    """Rows that read nothing: 0 without a sink (log of an empty sum: -inf), else its value."""
+    (q, k, v, start, stop, *sinks), do = case(B=2, S=40, g=1, q0=0, H=2, Hkv=1, d=16)
+    stop = torch.maximum(start, stop - 9)
+    stop[1] = start[1] = 7
+    assert (start == stop).sum() > 50
+    out, lse2 = kernels.attention_forward(q, k, v, start, stop)
+    empty = start == stop
+    assert (out[empty] == 0).all() and (lse2[0].view(40, 2)[empty[0]] == -torch.inf).all()
+    check([q, k, v, start, stop, None, None], do, TOL)
+    out, _ = kernels.attention_forward(q, k, v, start, stop, *sinks)
+    close(out[empty], sinks[1].double().expand_as(out[empty]), TOL)
+    check([q, k, v, start, stop, *sinks], do, TOL)
+
+
+def test_log_sum(small_blocks):
+    inputs, _ = case(B=2, S=60, g=4, q0=2, H=4, Hkv=2, d=32)
+    _, lse2 = kernels.attention_forward(*inputs)
+    _, expected = reference(*(x if x.dtype == torch.int32 else x.double() for x in inputs))
+    B, Tq, H = expected.shape
+    close(lse2.view(B, 2, Tq, H // 2).transpose(1, 2).reshape(B, Tq, H), expected, TOL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_accumulate(dtype, small_blocks):
+    """Two calls add to one running gradient of a cache channel and leave the others alone."""
+    inputs, do = case(B=2, S=50, g=4, q0=3, H=4, Hkv=2, d=32)
+    _, grads = gradients(inputs, do)
+    running = torch.randn(2, 3, 2, 50, 2, 32).to(DEVICE, dtype)
+    before = running.clone()
+    for _ in range(2):
+        out, lse2 = kernels.attention_forward(*inputs)
+        kernels.attention_backward(do, *inputs[:3], out, lse2, *inputs[3:],
+                                   running[0, 1], running[1, 1])
+    for x, x0, grad in zip(running, before, grads[1:3], strict=True):
+        assert torch.equal(x[0::2], x0[0::2])
+        close(x[1], x0[1].double() + 2 * grad, TOL if dtype == torch.float32 else 1e-2)
+
+
+def test_keys_beyond_the_interval_do_not_matter(small_blocks):
+    """A cache that is larger than its content may hold anything finite behind it."""
+    inputs, _ = case(B=2, S=40, g=1, q0=0, H=2, Hkv=1, d=16, docs=False)
+    q, k, v, start, stop, *sinks = inputs
+    q, start, stop = q[:, 17:18], start[:, 17:18].contiguous(), stop[:, 17:18].contiguous()
+    expected = kernels.attention_forward(q, k, v, start, stop, *sinks)[0]
+    k[:, 17:], v[:, 17:] = 1e3, -1e3
+    assert torch.equal(kernels.attention_forward(q, k, v, start, stop, *sinks)[0], expected)
+    close(kernels.decode_attention(q, k, v, start, stop, *sinks), expected.double(), TOL)
+
+
+@pytest.mark.parametrize("d, Tq, sink", [(16, 1, False), (96, 2, True)])
+def test_decode_splits(d, Tq, sink, small_blocks):
+    """Shares of the keys, empty ones too, merge to the whole."""
+    g = torch.Generator().manual_seed(d)
+    stop = torch.tensor([[0], [5], [150]]) + torch.arange(Tq)
+    start = torch.tensor([[0], [5], [20]]).expand(-1, Tq)
+    start, stop = (x.int().contiguous().to(DEVICE) for x in (start, stop))
+    q = torch.randn(3, Tq, 4, d, generator=g).to(DEVICE)
+    k, v = torch.randn(2, 3, 160, 2, d, generator=g).to(DEVICE)
+    sinks = list(torch.randn(2, 2, d, generator=g).to(DEVICE)) if sink else [None, None]
+    expected, _ = reference(*(x.double() for x in (q, k, v)), start, stop,
+                            *(x if x is None else x.double() for x in sinks))
+    for splits in (2, 8):
+        out, lse2 = kernels.attention_forward(q, k, v, start, stop, *sinks, "decode", splits)
+        close(out, expected, TOL)
+        assert not lse2.isnan().any()
+
+
+def test_wrong_calls_are_named():
+    (q, k, v, start, stop, *_), _ = case(B=1, S=20, g=1, q0=0, H=2, Hkv=1, d=16)
+    with pytest.raises(ValueError, match="int32"):
+        kernels.attention(q, k, v, start.long(), stop)
+    with pytest.raises(ValueError, match="does not fit"):
+        kernels.attention(q, k, v[:, :10], start, stop)
+    with pytest.raises(ValueError, match="head size 20"):
+        kernels.attention(*(torch.randn(1, 20, 2, 20) for _ in range(3)), start, stop)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("shape", [
+    dict(S=2048, g=8, q0=0), dict(S=2048, g=8, q0=7), dict(S=1000, g=8, q0=3),
+    dict(S=1024, g=1, q0=0, own=1)], ids=str)
+@pytest.mark.parametrize("H, Hkv, d", [(6, 3, 96), (8, 8, 64), (4, 1, 128)])
+def test_bfloat16(shape, H, Hkv, d):
+    check(*case(B=2, H=H, Hkv=Hkv, d=d, dtype=torch.bfloat16, **shape), 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+def test_captured_in_a_graph():
+    """One graph serves all groups and lengths: intervals are data."""
+    inputs, _ = case(B=2, S=512, g=8, q0=0, H=6, Hkv=3, d=96, dtype=torch.bfloat16)
+    kernels.attention_forward(*inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = kernels.attention_forward(*inputs)
+    inputs[4] += 3
+    out.fill_(torch.nan)
+    graph.replay()
+    expected, _ = reference(*(x if x.dtype == torch.int32 else x.double() for x in inputs))
+    close(out, expected, 1e-2)
