@@ -30,14 +30,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = 1.4426950408889634
 
-# (BLOCK_M, BLOCK_N, warps, stages, edges[, registers]) by kernel and head size; an entry serves the sizes up
-# to its own. "group": fewer queries than keys, so most tiles touch an edge of the mask and every
-# tile is masked. edges=True: three loops, the middle one without a mask, for long interiors.
+# (BLOCK_M, BLOCK_N, warps, stages, edges[, registers]) by kernel and head size; an entry serves
+# the sizes up to its own. "group": fewer queries than keys, so most tiles touch an edge of the
+# mask and every tile is masked. edges=True: three loops, the middle one without a mask, for long
+# interiors.
 # The programs are small enough for two or three on a multiprocessor: loops are short here, and
 # one program's loads and softmax hide behind another's products.
 CONFIGS = {
     ("forward", "group"): {64: (64, 64, 4, 2, False), 128: (64, 64, 4, 2, False)},
-    ("forward", "full"): {64: (128, 128, 8, 2, True), 128: (128, 64, 8, 2, True, 128)},
+    ("forward", "full"): {64: (128, 128, 8, 2, True), 96: (128, 64, 8, 2, True, 128),
+                          128: (128, 64, 8, 2, True)},
     ("forward", "decode"): {64: (16, 128, 4, 3, False), 128: (16, 64, 4, 3, False)},
     ("dq", "group"): {64: (64, 64, 4, 2, False), 128: (64, 64, 4, 2, False)},
     ("dq", "full"): {64: (64, 64, 4, 2, True), 128: (64, 64, 4, 2, True)},
