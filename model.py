@@ -89,6 +89,21 @@ def rotary_tables(pos: Tensor, head_dim: int, theta: float = 1e6) -> tuple[Tenso
     return angle.cos(), angle.sin()
 
 
+def norm_rotate(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """QK-norm and RoPE of (..., T, heads, d)."""
+    return rotate(rms_norm(x, gain), cos, sin)
+
+
+def add_norm(x: Tensor, y: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual stream x + y, and its norm."""
+    x = x + y
+    return x, rms_norm(x, gain)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Half-split RoPE: x (..., T, heads, d), tables (B, T, d/2)."""
     cos, sin = (t.to(x.dtype).unsqueeze(-2) for t in (cos, sin))
@@ -96,8 +111,71 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """x @ w^T: x (..., D), w (E, D) -> (..., E); or a batch, x (k, N, D), w (k, E, D)."""
+    if hasattr(w, "compute"):
+        return _MixedLinear.apply(x, w)
+    return F.linear(x, w) if w.dim() == 2 else torch.bmm(x, w.mT)
+
+
+class _MixedLinear(torch.autograd.Function):
+    """The product with `w.compute`, a copy of w in low precision, made once per step.
+
+    The weight's gradient is added to w.grad in w's own precision inside the product, as 16 group
+    steps add to each of them: no cast, no sum of its own.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        ctx.w = w
+        return F.linear(x, w.compute) if w.dim() == 2 else torch.bmm(x, w.compute.mT)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), w = ctx.saved_tensors, ctx.w
+        dx = dy @ w.compute
+        if w.dim() == 2:
+            add_product(w.grad, dy.flatten(0, -2).mT, x.flatten(0, -2))
+        else:
+            add_product(w.grad, dy.mT, x)
+        return dx, None
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor):
+    """total += a @ b, summed in total's precision; matrices or batches of them."""
+    add, into = (torch.addmm, total) if a.dim() == 2 else (torch.baddbmm, total)
+    if a.dtype == total.dtype:
+        add(into, a, b, out=total)
+    elif total.is_cuda:
+        add(into, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a.to(total.dtype) @ b.to(total.dtype)
+
+
+def set_compute_copies(model: nn.Module, dtype: torch.dtype):
+    """Make, or renew after an optimizer step, the copies that `linear` computes with.
+
+    Every parameter with such a copy needs a .grad to add to.
+    """
+    for module in model.modules():
+        for name in getattr(module, "matrices", ()):
+            p = getattr(module, name, None)
+            if p is None:
+                continue
+            if not hasattr(p, "compute"):
+                p.compute = torch.empty_like(p, dtype=dtype, requires_grad=False)
+            p.compute.copy_(p.detach())
+
+
+def compute_dtype(w: Tensor) -> torch.dtype:
+    return getattr(w, "compute", w).dtype
+
+
 class Block(nn.Module):
     """A Qwen3 decoder block. Only systems that project a layer's own state have k_proj, v_proj."""
+
+    matrices = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     def __init__(self, c: ModelConfig, own_kv: bool):
         super().__init__()
@@ -119,22 +197,21 @@ class Block(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """State (B, T, D) -> queries (B, T, H, d) and, if own, keys and values (B, T, Hkv, d)."""
         a = rms_norm(x, self.attn_norm)
-        q = F.linear(a, self.q_proj).unflatten(-1, (self.n_head, self.head_dim))
-        q = rotate(rms_norm(q, self.q_norm), cos, sin)
+        q = linear(a, self.q_proj).unflatten(-1, (self.n_head, self.head_dim))
+        q = norm_rotate(q, self.q_norm, cos, sin)
         return (q, *self.keys_values(a, cos, sin)) if self.own_kv else (q, None, None)
 
     def keys_values(self, a: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Normed state (B, T, D) -> normed, rotated keys and raw values (B, T, Hkv, d)."""
-        k = F.linear(a, self.k_proj).unflatten(-1, (self.n_kv_head, self.head_dim))
-        v = F.linear(a, self.v_proj).unflatten(-1, (self.n_kv_head, self.head_dim))
-        return rotate(rms_norm(k, self.k_norm), cos, sin), v
+        k = linear(a, self.k_proj).unflatten(-1, (self.n_kv_head, self.head_dim))
+        v = linear(a, self.v_proj).unflatten(-1, (self.n_kv_head, self.head_dim))
+        return norm_rotate(k, self.k_norm, cos, sin), v
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual stream and attention output (B, T, H, d) -> the next state (B, T, D)."""
-        x = x + F.linear(attended.flatten(-2), self.o_proj)
-        a = rms_norm(x, self.mlp_norm)
-        return x + F.linear(F.silu(F.linear(a, self.gate_proj)) * F.linear(a, self.up_proj),
-                            self.down_proj)
+        x, a = add_norm(x, linear(attended.flatten(-2), self.o_proj), self.mlp_norm)
+        return x + linear(swiglu(linear(a, self.gate_proj), linear(a, self.up_proj)),
+                          self.down_proj)
 
 
 class Decoder(nn.Module):
@@ -144,6 +221,7 @@ class Decoder(nn.Module):
     iterates = False  # does a channel need states that are not known yet (solvers.py)?
     own_kv = True  # do the blocks project keys and values themselves?
     has_dummy = False  # position 0 belongs to a dummy, documents start at 1
+    matrices = ("embed",)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -164,7 +242,8 @@ class Decoder(nn.Module):
         return sum(p.numel() for p in self.parameters()) - self.embed.numel()
 
     def embed_tokens(self, idx: Tensor) -> Tensor:
-        return F.embedding(idx, self.embed)  # (B, T) -> (B, T, D)
+        """(B, T) -> (B, T, D), in the precision that the blocks compute with."""
+        return F.embedding(idx, self.embed).to(compute_dtype(self.embed))
 
     def document_starts(self, idx: Tensor, doc: Tensor | None = None) -> Tensor:
         """Column (B, T) at which each token's document begins in its row.
@@ -217,13 +296,55 @@ class Decoder(nn.Module):
 
     def logits(self, h: Tensor) -> Tensor:
         """Final states h[L] (..., D) -> logits (..., vocabulary)."""
-        return F.linear(rms_norm(h, self.norm), self.embed)
+        return F.linear(rms_norm(h, self.norm), getattr(self.embed, "compute", self.embed))
 
     def loss(self, h: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats of h[L] (..., D); targets of -1 do not count."""
-        total = F.cross_entropy(upcast(self.logits(h)).flatten(0, -2), targets.flatten(),
-                                ignore_index=-1, reduction="sum")
-        return total / (targets != -1).sum().clamp(min=1)
+        a = rms_norm(h, self.norm).flatten(0, -2)
+        return _CrossEntropy.apply(a, self.embed, targets.flatten())
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of the logits a @ w^T, a (N, D), w (V, D), without ever holding them all.
+
+    The gradient is computed along the way, while a chunk's logits are there.
+    """
+
+    CHUNK = 4096  # tokens; their logits in bfloat16 are 0.4 GB for 50,304 ids
+
+    @staticmethod
+    def forward(ctx, a, w, targets):
+        w_ = getattr(w, "compute", w).detach()
+        count = (targets != -1).sum().clamp(min=1)
+        total = torch.zeros((), dtype=upcast(a[:0]).dtype, device=a.device)
+        needed = any(ctx.needs_input_grad)
+        da = torch.empty_like(a) if needed else None
+        dw = torch.zeros_like(w, dtype=total.dtype) if needed else None
+        for i in range(0, len(a), _CrossEntropy.CHUNK):
+            chunk = slice(i, i + _CrossEntropy.CHUNK)
+            a_ = a[chunk].to(w_.dtype)
+            nll, dlogits = cross_entropy_and_gradient(a_ @ w_.mT, targets[chunk], count)
+            total += nll
+            if needed:
+                da[chunk] = dlogits @ w_
+                add_product(dw, dlogits.mT, a_)
+        ctx.save_for_backward(da, dw)
+        return total / count
+
+    @staticmethod
+    def backward(ctx, d):
+        da, dw = ctx.saved_tensors
+        return da * d.to(da.dtype), dw * d, None
+
+
+def cross_entropy_and_gradient(logits: Tensor, targets: Tensor, count: Tensor):
+    """Sum of the losses of logits (n, V), and the gradient of that sum / count, like logits."""
+    x = upcast(logits)
+    counts = (targets != -1)[:, None]
+    logp = x - x.logsumexp(-1, keepdim=True)
+    hit = targets[:, None] == torch.arange(x.size(-1), device=x.device)
+    nll = -torch.where(hit, logp, 0).sum()
+    return nll, (torch.where(counts, logp.exp() - hit.to(x.dtype), 0) / count).to(logits.dtype)
 
 
 # Hugging Face's Qwen3 names on the left, ours on the right

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 from attention import Cache, Rows
-from model import Decoder, ModelConfig, rms_norm, rotary_tables, rotate
+from model import (
+    Decoder,
+    ModelConfig,
+    compute_dtype,
+    linear,
+    norm_rotate,
+    rms_norm,
+    rotary_tables,
+)
 
 
 def initial_sources(n_channels: int, n_sources: int) -> Tensor:
@@ -35,6 +42,8 @@ def initial_sources(n_channels: int, n_sources: int) -> Tensor:
 
 class Branch(nn.Module):
     """Steps 1 and 2 of section 3.1 for the keys or for the values: mix, norm, project."""
+
+    matrices = ("router", "proj")
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -61,15 +70,15 @@ class Branch(nn.Module):
         if self.router is None:
             return self.bias.to(h.dtype).expand(*h.shape[:2], -1, -1)
         xi = h[:, :, self.inputs].flatten(2)  # (B, T, L' D), sources in increasing order
-        alpha = F.linear(xi, self.router, self.bias.flatten())  # (B, T, k L)
-        return alpha.unflatten(-1, self.bias.shape)
+        return linear(xi, self.router).unflatten(-1, self.bias.shape) + self.bias.to(h.dtype)
 
     def forward(self, unit: Tensor) -> Tensor:
         """Sources of unit RMS (B, T, L, D) -> projected channels (k, B, T, E)."""
         h = (unit * self.pre_norm).to(unit.dtype)
         mixed = torch.einsum("btkl,btld->btkd", self.weights(h), h)
         mixed = rms_norm(mixed, self.post_norm, eps=1e-4)
-        return torch.einsum("btkd,ked->kbte", mixed, self.proj)
+        projected = linear(mixed.flatten(0, 1).transpose(0, 1), self.proj)  # (k, B T, E)
+        return projected.unflatten(1, h.shape[:2])
 
 
 class Pool(nn.Module):
@@ -94,12 +103,11 @@ class Pool(nn.Module):
         unit = rms_norm(h, None)  # one statistic per source, shared by both branches
         k = self.key(unit).unflatten(-1, self.heads)
         v = self.value(unit).unflatten(-1, self.heads)
-        k = rms_norm(k, self.key_norm[:, None, None, None])
-        return rotate(k, cos, sin), v
+        return norm_rotate(k, self.key_norm[:, None, None, None], cos, sin), v
 
     def dummy_channels(self) -> tuple[Tensor, Tensor]:
         """Keys and values (k, Hkv, d) of the dummy: at position 0, its own state at all sources."""
-        h = self.dummy.expand(1, 1, self.n_sources, -1)
+        h = self.dummy.to(compute_dtype(self.key.proj)).expand(1, 1, self.n_sources, -1)
         pos = torch.zeros(1, 1, dtype=torch.long, device=h.device)
         k, v = self(h, *rotary_tables(pos, self.heads[1]))
         return k[:, 0, 0], v[:, 0, 0]
