@@ -158,14 +158,13 @@ def set_compute_copies(model: nn.Module, dtype: torch.dtype):
 
     Every parameter with such a copy needs a .grad to add to.
     """
-    for module in model.modules():
-        for name in getattr(module, "matrices", ()):
-            p = getattr(module, name, None)
-            if p is None:
-                continue
-            if not hasattr(p, "compute"):
-                p.compute = torch.empty_like(p, dtype=dtype, requires_grad=False)
-            p.compute.copy_(p.detach())
+    with_copy = [getattr(module, name) for module in model.modules()
+                 for name in getattr(module, "matrices", ())
+                 if getattr(module, name, None) is not None]
+    for p in with_copy:
+        if not hasattr(p, "compute"):
+            p.compute = torch.empty_like(p, dtype=dtype, requires_grad=False)
+    torch._foreach_copy_([p.compute for p in with_copy], [p.detach() for p in with_copy])
 
 
 def compute_dtype(w: Tensor) -> torch.dtype:

@@ -40,6 +40,10 @@ def initial_sources(n_channels: int, n_sources: int) -> Tensor:
     return start
 
 
+def scale(x: Tensor, gain: Tensor) -> Tensor:
+    return (x * gain).to(x.dtype)
+
+
 class Branch(nn.Module):
     """Steps 1 and 2 of section 3.1 for the keys or for the values: mix, norm, project."""
 
@@ -74,7 +78,7 @@ class Branch(nn.Module):
 
     def forward(self, unit: Tensor) -> Tensor:
         """Sources of unit RMS (B, T, L, D) -> projected channels (k, B, T, E)."""
-        h = (unit * self.pre_norm).to(unit.dtype)
+        h = scale(unit, self.pre_norm)
         mixed = torch.einsum("btkl,btld->btkd", self.weights(h), h)
         mixed = rms_norm(mixed, self.post_norm, eps=1e-4)
         projected = linear(mixed.flatten(0, 1).transpose(0, 1), self.proj)  # (k, B T, E)

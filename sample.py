@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from configurator import UserError, parse, run
 from attention import Cache
+from configurator import UserError, parse, run
 from model import Decoder
 from prepare_data import Tokenizer, get_tokenizer
 from solvers import Report, Solution, autoregressive, cyclic, jacobi, one_pass

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import gc
 import json
 import math
 import os
@@ -26,9 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import model as model_module
+import pool as pool_module
 import prepare_data
 from configurator import UserError, parse, run
-from model import Decoder, ModelConfig
+from model import Decoder, ModelConfig, set_compute_copies
 from pool import build
 from solvers import solve
 
@@ -75,7 +78,7 @@ class TrainConfig:
     n_grad: int = key(2, "passes with gradients")
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
     dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16: autocast")
-    compile: bool | None = key(None, "torch.compile the blocks; None: on cuda")
+    compile: bool | None = key(None, "torch.compile and, on cuda, a CUDA graph; None: on cuda")
     seed: int = key(1337, "of weights and row order")
 
 
@@ -107,8 +110,8 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 def autocast(device: str, dtype: torch.dtype):
-    """bfloat16 autocast, or nothing for float32."""
-    if dtype == torch.float32:
+    """bfloat16 autocast; nothing for float32, nor on cuda, where `set_compute_copies` serves."""
+    if dtype == torch.float32 or device.startswith("cuda"):
         return contextlib.nullcontext()
     return torch.autocast(torch.device(device).type, dtype=dtype)
 
@@ -467,6 +470,12 @@ class Trainer:
         self.step, self.best, self.rows_seen = 0, math.inf, 0
         if state is not None:
             self.restore(state)
+        self.renew_copies()
+        on_cuda = self.device.startswith("cuda")
+        if c.compile or (c.compile is None and on_cuda):
+            compile_pieces()
+        self.micro_step = MicroStep(self.model, processes.world / c.gradient_accumulation_steps,
+                                    self.dtype, graph=on_cuda and c.compile is not False)
         self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
         self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, processes,
                        c)
@@ -484,6 +493,10 @@ class Trainer:
         torch.set_rng_state(state["rng"].cpu())
         self.step, self.best, self.rows_seen = (state[k] for k in
                                                 ("step", "best_val_loss", "rows_seen"))
+
+    def renew_copies(self):
+        if self.device.startswith("cuda") and self.dtype != torch.float32:
+            set_compute_copies(self.model, self.dtype)
 
     def save(self):
         """Write ckpt.pt, after a last look that the losses up to here are finite."""
@@ -504,10 +517,7 @@ class Trainer:
         for m in range(micro_steps):
             first = self.rows_seen + (m * p.world + p.rank) * c.batch_size
             x, y = self.rows.batch(first, c.batch_size, self.device)
-            with autocast(self.device, self.dtype):
-                loss = self.model.loss(solve(self.model, x).final, y) / micro_steps
-            loss.backward()
-            total += loss.detach()
+            total += self.micro_step(x, y)
         self.rows_seen += c.gradient_accumulation_steps * c.batch_size
         return total
 
@@ -520,6 +530,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
+        self.renew_copies()
         self.log.add(self.step, loss, lr, norm)
         self.step += 1
 
@@ -552,13 +563,65 @@ class Trainer:
             self.save()
 
 
-def compile_blocks(model: Decoder, **options):
-    """Compile the pieces between attentions; all blocks share one graph for each piece."""
-    for block in model.blocks:
-        block.project = torch.compile(block.project, **options)
-        block.finish = torch.compile(block.finish, **options)
-    if model.iterates:
-        model.kv_pool.forward = torch.compile(model.kv_pool.forward, **options)
+# what lies between matrix products and attention: each becomes one or two kernels
+PIECES = {model_module: ("rms_norm", "norm_rotate", "add_norm", "swiglu",
+                         "cross_entropy_and_gradient"),
+          pool_module: ("rms_norm", "norm_rotate", "scale")}
+
+
+def compile_pieces(**options):
+    """torch.compile the pieces, in place; all layers and groups share their graphs."""
+    torch._dynamo.config.recompile_limit = 64  # a graph for each shape and gradient mode
+    for module, names in PIECES.items():
+        for name in names:
+            function = getattr(module, name)
+            setattr(module, name, torch.compile(function, dynamic=False, **options))
+
+
+class MicroStep:
+    """Loss and gradient of a micro-batch; on CUDA as one CUDA graph.
+
+    An iterated model runs some ten thousand small kernels, which the host launches more slowly
+    than the device runs them: so they are recorded once and replayed as one.
+    """
+
+    def __init__(self, model: Decoder, weight: float, dtype: torch.dtype, graph: bool):
+        self.model, self.weight, self.dtype = model, weight, dtype
+        self.use_graph, self.graph = graph, None
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add weight times the gradient to every .grad; returns weight times the loss."""
+        with autocast(x.device.type, self.dtype):
+            loss = self.weight * self.model.loss(solve(self.model, x).final, y)
+        loss.backward()
+        return loss.detach()
+
+    def capture(self, x: Tensor, y: Tensor):
+        self.x, self.y, self.graph = x.clone(), y.clone(), torch.cuda.CUDAGraph()
+        # the warm-up, which compiles, runs on the stream of the capture: autograd remembers it
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.run(self.x, self.y)
+        torch.cuda.current_stream().wait_stream(stream)
+        gc.collect()
+        torch.cuda.empty_cache()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.loss = self.run(self.x, self.y)
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        if not self.use_graph:
+            return self.run(x, y)
+        if self.graph is None:
+            grads = [p.grad.clone() for p in self.model.parameters()]
+            self.capture(x, y)
+            for p, grad in zip(self.model.parameters(), grads):
+                p.grad.copy_(grad)
+        self.x.copy_(x)
+        self.y.copy_(y)
+        self.graph.replay()
+        return self.loss.clone()
 
 
 def main(argv: list[str]):
@@ -566,8 +629,6 @@ def main(argv: list[str]):
     processes = Processes.from_environment()
     check(c, processes)
     trainer = Trainer(c, processes)
-    if c.compile or (c.compile is None and trainer.device.startswith("cuda")):
-        compile_blocks(trainer.model)
     processes.print(
         f"{c.kv}, {trainer.model.n_params():,} parameters without the embedding, on "
         f"{processes.world} x {trainer.device}, {str(trainer.dtype).removeprefix('torch.')}; "

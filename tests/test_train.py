@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 TINY = dict(n_layer=2, n_embd=32, n_head=2, n_kv_head=1, head_dim=16, n_hidden=64, n_channels=2,
             router_stride=1, n_groups=4, block_size=32, batch_size=4, max_iters=3,
             gradient_accumulation_steps=1, eval_iters=2, eval_interval=100, log_interval=1,
-            learning_rate=3e-3, dataset="random", device="cpu", dtype="float32", compile="false")
+            learning_rate=3e-4, dataset="random", device="cpu", dtype="float32", compile="false")
 
 
 @pytest.fixture
