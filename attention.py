@@ -146,17 +146,16 @@ class _Tape:
             self.k[where], self.v[where] = old
 
     def gradient(self) -> tuple[Tensor, Tensor]:
-        """dk, dv like the cache, summed up in at least float32."""
+        """dk, dv: a running sum like the cache and, as autograd's own sums, in its precision."""
         if self.dk is None:
-            exact = torch.promote_types(self.k.dtype, torch.float32)
-            self.dk, self.dv = (torch.zeros_like(t, dtype=exact) for t in (self.k, self.v))
+            self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
         return self.dk, self.dv
 
 
 class _Write(torch.autograd.Function):
     @staticmethod
     def forward(ctx, link, k, v, tape, where):
-        ctx.tape, ctx.where, ctx.dtype, ctx.n = tape, where, k.dtype, tape.write(where, k, v)
+        ctx.tape, ctx.where, ctx.n = tape, where, tape.write(where, k, v)
         return link.clone()
 
     @staticmethod
@@ -164,7 +163,7 @@ class _Write(torch.autograd.Function):
         ctx.tape.rewind(ctx.n - 1)
         grads = []
         for total in ctx.tape.gradient():
-            grads.append(total[ctx.where].to(ctx.dtype, copy=True))
+            grads.append(total[ctx.where].clone())
             total[ctx.where] = 0
         return d_link, *grads, None, None
 
