@@ -37,11 +37,13 @@ LOG2E = 1.4426950408889634
 # The programs are small enough for two or three on a multiprocessor: loops are short here, and
 # one program's loads and softmax hide behind another's products.
 CONFIGS = {
-    ("forward", "group"): {64: (64, 64, 4, 2, False), 128: (64, 64, 4, 2, False)},
+    ("forward", "group"): {64: (64, 64, 4, 3, False), 96: (64, 64, 4, 3, False),
+                           128: (64, 64, 4, 2, False)},
     ("forward", "full"): {64: (128, 128, 8, 2, True), 96: (128, 64, 8, 2, True, 128),
                           128: (128, 64, 8, 2, True)},
     ("forward", "decode"): {64: (16, 128, 4, 3, False), 128: (16, 64, 4, 3, False)},
-    ("dq", "group"): {64: (64, 64, 4, 2, False), 128: (64, 64, 4, 2, False)},
+    ("dq", "group"): {64: (64, 64, 4, 3, False), 96: (64, 64, 4, 3, False),
+                      128: (64, 64, 4, 2, False)},
     ("dq", "full"): {64: (64, 64, 4, 2, True), 128: (64, 64, 4, 2, True)},
     ("dkv", "group"): {64: (64, 64, 4, 2, False), 128: (32, 64, 4, 2, False)},
     ("dkv", "full"): {64: (64, 128, 8, 2, True), 128: (64, 128, 8, 2, True)},

@@ -100,8 +100,18 @@ def add_norm(x: Tensor, y: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
     return x, rms_norm(x, gain)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def split_heads(qkv: Tensor, n_head: int, q_norm: Tensor, k_norm: Tensor, cos: Tensor,
+                sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, T, (H + 2 Hkv) d) -> normed, rotated queries and keys, and values, by head."""
+    qkv = qkv.unflatten(-1, (-1, q_norm.numel()))
+    n_kv_head = (qkv.size(-2) - n_head) // 2
+    q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=-2)
+    return norm_rotate(q, q_norm, cos, sin), norm_rotate(k, k_norm, cos, sin), v.contiguous()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,10 +121,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def linear(x: Tensor, w: Tensor) -> Tensor:
-    """x @ w^T: x (..., D), w (E, D) -> (..., E); or a batch, x (k, N, D), w (k, E, D)."""
-    if hasattr(w, "compute"):
-        return _MixedLinear.apply(x, w)
+def linear(x: Tensor, *weights: Tensor) -> Tensor:
+    """x @ w^T: x (..., D), w (E, D) -> (..., E); or a batch, x (k, N, D), w (k, E, D).
+
+    Several weights count as one, laid one below the other.
+    """
+    if hasattr(weights[0], "compute"):
+        return _MixedLinear.apply(x, *weights)
+    w = weights[0] if len(weights) == 1 else torch.cat(weights)
     return F.linear(x, w) if w.dim() == 2 else torch.bmm(x, w.mT)
 
 
@@ -126,20 +140,33 @@ class _MixedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, w):
+    def forward(ctx, x, *weights):
         ctx.save_for_backward(x)
-        ctx.w = w
-        return F.linear(x, w.compute) if w.dim() == 2 else torch.bmm(x, w.compute.mT)
+        ctx.weights = weights
+        w = one_below_the_other([w.compute for w in weights])
+        return F.linear(x, w) if w.dim() == 2 else torch.bmm(x, w.mT)
 
     @staticmethod
     def backward(ctx, dy):
-        (x,), w = ctx.saved_tensors, ctx.w
-        dx = dy @ w.compute
-        if w.dim() == 2:
-            add_product(w.grad, dy.flatten(0, -2).mT, x.flatten(0, -2))
+        (x,), weights = ctx.saved_tensors, ctx.weights
+        grad = one_below_the_other([w.grad for w in weights])
+        if grad.dim() == 2:
+            add_product(grad, dy.flatten(0, -2).mT, x.flatten(0, -2))
         else:
-            add_product(w.grad, dy.mT, x)
-        return dx, None
+            add_product(grad, dy.mT, x)
+        return dy @ one_below_the_other([w.compute for w in weights]), *(None for _ in weights)
+
+
+def one_below_the_other(parts: list[Tensor]) -> Tensor:
+    """A view of matrices (E_i, D) that follow each other in memory as one (sum E_i, D)."""
+    first, end = parts[0], 0
+    if len(parts) == 1:
+        return first
+    for part in parts:
+        if part.data_ptr() != first.data_ptr() + end * first.element_size():
+            raise RuntimeError("weights that are used as one must be neighbours in memory")
+        end += part.numel()
+    return first.as_strided((end // first.size(1), first.size(1)), (first.size(1), 1))
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor):
@@ -158,12 +185,14 @@ def set_compute_copies(model: nn.Module, dtype: torch.dtype):
 
     Every parameter with such a copy needs a .grad to add to.
     """
-    with_copy = [getattr(module, name) for module in model.modules()
-                 for name in getattr(module, "matrices", ())
-                 if getattr(module, name, None) is not None]
-    for p in with_copy:
-        if not hasattr(p, "compute"):
-            p.compute = torch.empty_like(p, dtype=dtype, requires_grad=False)
+    named = {id(getattr(module, name, None)) for module in model.modules()
+             for name in getattr(module, "matrices", ())}
+    with_copy = [p for p in model.parameters() if id(p) in named]
+    if not hasattr(with_copy[0], "compute"):
+        flat = torch.empty(sum(p.numel() for p in with_copy), dtype=dtype,
+                           device=with_copy[0].device)
+        for p, piece in zip(with_copy, flat.split([p.numel() for p in with_copy])):
+            p.compute = piece.view_as(p)
     torch._foreach_copy_([p.compute for p in with_copy], [p.detach() for p in with_copy])
 
 
@@ -179,38 +208,33 @@ class Block(nn.Module):
     def __init__(self, c: ModelConfig, own_kv: bool):
         super().__init__()
         self.own_kv = own_kv
-        self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head, c.head_dim
-        self.attn_norm = nn.Parameter(torch.ones(c.n_embd))
-        self.q_proj = nn.Parameter(torch.empty(c.n_head * c.head_dim, c.n_embd))
+        self.n_head, self.head_dim = c.n_head, c.head_dim
+        D, E = c.n_embd, c.n_kv_head * c.head_dim
+        self.attn_norm = nn.Parameter(torch.ones(D))
         self.q_norm = nn.Parameter(torch.ones(c.head_dim))
         if own_kv:
-            self.k_proj = nn.Parameter(torch.empty(c.n_kv_head * c.head_dim, c.n_embd))
             self.k_norm = nn.Parameter(torch.ones(c.head_dim))
-            self.v_proj = nn.Parameter(torch.empty(c.n_kv_head * c.head_dim, c.n_embd))
-        self.o_proj = nn.Parameter(torch.empty(c.n_embd, c.n_head * c.head_dim))
-        self.mlp_norm = nn.Parameter(torch.ones(c.n_embd))
-        self.gate_proj = nn.Parameter(torch.empty(c.n_hidden, c.n_embd))
-        self.up_proj = nn.Parameter(torch.empty(c.n_hidden, c.n_embd))
-        self.down_proj = nn.Parameter(torch.empty(c.n_embd, c.n_hidden))
+        self.q_proj = nn.Parameter(torch.empty(c.n_head * c.head_dim, D))
+        if own_kv:  # right behind q_proj: `project` uses the three as one
+            self.k_proj = nn.Parameter(torch.empty(E, D))
+            self.v_proj = nn.Parameter(torch.empty(E, D))
+        self.o_proj = nn.Parameter(torch.empty(D, c.n_head * c.head_dim))
+        self.mlp_norm = nn.Parameter(torch.ones(D))
+        self.gate_proj = nn.Parameter(torch.empty(c.n_hidden, D))
+        self.up_proj = nn.Parameter(torch.empty(c.n_hidden, D))
+        self.down_proj = nn.Parameter(torch.empty(D, c.n_hidden))
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """State (B, T, D) -> queries (B, T, H, d) and, if own, keys and values (B, T, Hkv, d)."""
-        a = rms_norm(x, self.attn_norm)
+    def project(self, a: Tensor, cos: Tensor, sin: Tensor):
+        """Normed state (B, T, D) -> queries (B, T, H, d) and, if own, keys, values (.., Hkv, d)."""
+        if self.own_kv:
+            qkv = linear(a, self.q_proj, self.k_proj, self.v_proj)
+            return split_heads(qkv, self.n_head, self.q_norm, self.k_norm, cos, sin)
         q = linear(a, self.q_proj).unflatten(-1, (self.n_head, self.head_dim))
-        q = norm_rotate(q, self.q_norm, cos, sin)
-        return (q, *self.keys_values(a, cos, sin)) if self.own_kv else (q, None, None)
+        return norm_rotate(q, self.q_norm, cos, sin), None, None
 
-    def keys_values(self, a: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed state (B, T, D) -> normed, rotated keys and raw values (B, T, Hkv, d)."""
-        k = linear(a, self.k_proj).unflatten(-1, (self.n_kv_head, self.head_dim))
-        v = linear(a, self.v_proj).unflatten(-1, (self.n_kv_head, self.head_dim))
-        return norm_rotate(k, self.k_norm, cos, sin), v
-
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Residual stream and attention output (B, T, H, d) -> the next state (B, T, D)."""
-        x, a = add_norm(x, linear(attended.flatten(-2), self.o_proj), self.mlp_norm)
-        return x + linear(swiglu(linear(a, self.gate_proj), linear(a, self.up_proj)),
-                          self.down_proj)
+    def mlp(self, a: Tensor) -> Tensor:
+        """SwiGLU of the normed state (B, T, D)."""
+        return linear(swiglu(linear(a, self.gate_proj, self.up_proj)), self.down_proj)
 
 
 class Decoder(nn.Module):
@@ -288,9 +312,16 @@ class Decoder(nn.Module):
     def states(self, x: Tensor, rows: Rows, cache: Cache | None = None) -> list[Tensor]:
         """States(X; P) of section 3.3: embeddings (B, T, D) -> h[0..L], L + 1 x (B, T, D)."""
         h = [x]
+        a = rms_norm(x, self.blocks[0].attn_norm)
         for layer, block in enumerate(self.blocks):
-            q, k, v = block.project(h[-1], rows.cos, rows.sin)
-            h.append(block.finish(h[-1], self.attend(layer, q, k, v, rows, cache)))
+            q, k, v = block.project(a, rows.cos, rows.sin)
+            attended = self.attend(layer, q, k, v, rows, cache).flatten(-2)  # (B, T, H d)
+            x, a = add_norm(x, linear(attended, block.o_proj), block.mlp_norm)
+            if layer + 1 < len(self.blocks):  # with the norm that the next block begins with
+                x, a = add_norm(x, block.mlp(a), self.blocks[layer + 1].attn_norm)
+            else:
+                x = x + block.mlp(a)
+            h.append(x)
         return h
 
     def logits(self, h: Tensor) -> Tensor:

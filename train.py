@@ -564,7 +564,7 @@ class Trainer:
 
 
 # what lies between matrix products and attention: each becomes one or two kernels
-PIECES = {model_module: ("rms_norm", "norm_rotate", "add_norm", "swiglu",
+PIECES = {model_module: ("rms_norm", "norm_rotate", "add_norm", "swiglu", "split_heads",
                          "cross_entropy_and_gradient"),
           pool_module: ("rms_norm", "norm_rotate", "scale")}
 

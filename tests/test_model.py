@@ -7,9 +7,18 @@ import torch
 from small import SMALL, random_tokens, small_model, with_documents
 
 from attention import Cache, attend
-from model import ModelConfig, from_qwen3, rms_norm, rotary_tables, rotate, to_qwen3
+from model import (
+    ModelConfig,
+    from_qwen3,
+    rms_norm,
+    rotary_tables,
+    rotate,
+    set_compute_copies,
+    to_qwen3,
+)
 from pool import build, initial_sources
 from solvers import cyclic, one_pass, solve
+from train import flat_gradient
 
 # -- sizes ----------------------------------------------------------------------------------
 
@@ -360,3 +369,26 @@ def test_the_cache_is_k_channels_in_token_order():
         if cache.sink:
             assert cache.sink[0].shape == cache.sink[1].shape == (2, 2, 6)
         assert solution.states.shape == (2, 7, 4, 8) and solution.final.shape == (2, 7, 8)
+
+
+@pytest.mark.parametrize("kv", ["vanilla", "whitematter"])
+def test_compute_copies_and_fused_gradient_sums_change_nothing(kv):
+    """What CUDA trains with, in float64: copies of the weights, gradients added in place."""
+    model, idx = small_model(kv=kv), random_tokens(2, 9)
+
+    def loss():
+        return model.loss(solve(model, idx).final, idx)
+
+    expected = torch.autograd.grad(loss(), list(model.parameters()))
+    flat = flat_gradient(model)
+    set_compute_copies(model, torch.float64)
+    for n in (1, 2):  # the second time adds
+        loss().backward()
+        torch.testing.assert_close(flat, n * torch.cat([g.flatten() for g in expected]),
+                                   rtol=1e-9, atol=1e-10)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    stale = loss()
+    set_compute_copies(model, torch.float64)
+    assert not torch.isclose(stale, loss())

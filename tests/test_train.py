@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train
-from configurator import UserError
+from configurator import UserError, run
 from train import Muon, Processes, TokenRows, TrainConfig, clip_and_reduce, learning_rate
 
 ROOT = Path(__file__).parent.parent
@@ -72,13 +72,15 @@ def losses(path):
         return {int(r["step"]): float(r["loss"]) for r in csv.DictReader(f) if r["loss"]}
 
 
-def refused(result, *words):
-    """One clear line, exit status not 0, no traceback."""
-    assert result.returncode != 0
-    assert "Traceback" not in result.stderr, result.stderr
-    assert result.stderr.count("error:") == 1, result.stderr
+def refused(argv, capsys, *words):
+    """One clear line on stderr, exit status not 0."""
+    with pytest.raises(SystemExit) as exit_:
+        run(train.main, argv)
+    assert exit_.value.code != 0
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
     for word in words:
-        assert str(word) in result.stderr
+        assert str(word) in error
 
 
 # ---- the same tokens, the same result
@@ -299,7 +301,6 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_checkpoint(folder, monkey
 
 # ---- settings
 
-@pytest.mark.slow
 @pytest.mark.parametrize("args, words", [
     (["--lerning_rate=1"], ["lerning_rate", "learning_rate"]),
     (["--batch_size=4.5"], ["batch_size", "whole number"]),
@@ -308,11 +309,21 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_checkpoint(folder, monkey
     (["--block_size=5000"], ["5000", "5001"]),
     (["--n_head=6", "--n_kv_head=4"], ["n_head=6", "n_kv_head=4"]),
     (["--device=cuda:9"], ["cuda"]),
+    (["--kv=vanila"], ["vanila", "vanilla"]),
+    (["--dtype=float8"], ["float8", "bfloat16"]),
     (["--init_from=resume", "--out_dir=empty"], ["empty"]),
 ])
-def test_bad_input_is_one_clear_line(folder, args, words):
-    refused(launch(folder, *args), *words)
+def test_bad_input_is_one_clear_line(folder, monkeypatch, capsys, args, words):
+    monkeypatch.chdir(folder)
+    refused([f"--{k}={v}" for k, v in TINY.items()] + args, capsys, *words)
     assert not (folder / "out").exists() and not (folder / "empty").exists()
+
+
+@pytest.mark.slow
+def test_bad_input_ends_the_process_without_a_traceback(folder):
+    result = launch(folder, "--lerning_rate=1")
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
 def test_settings_override_in_both_orders_and_convert(tmp_path):
