@@ -1,0 +1,443 @@
+"""
+The pool's mixing (section 3.1, steps 1 to 3) in few passes over memory, with gradients, in Triton.
+
+    u_l = h_l / rms(h_l)                          statistics and router inputs: one pass over h
+    alpha_b = W_b x + bias_b, x = every p-th u_l  one matrix product for keys (b = 0), values (1)
+    m_j = sum_l alpha_bjl (u_l * gain_bl)         one pass over h for both branches,
+    c_bj = m_j / rms(m_j)                         which writes the channels, ready to be projected
+
+`fold` multiplies the pre-mix gain into the router's weight and the post-mix gain into the
+projection, once per step, and autograd takes their gradients back through it. Only in the mix,
+where it depends on (l, d), does the pre-mix gain stay.
+
+Backward, with G = U U^T the (L, L) products of the gained sources U and X = dC U^T, per token and
+branch. A norm's gradient is dm = s dC - t m with s = 1 / rms(m) and t_j = s_j^3 <dC_j, m_j> / D, so
+
+    d alpha = s X - t alpha G,     t_j = s_j^3 (alpha_j . X_j) / D         (weights_kernel)
+    dU = (alpha s)^T dC - M U,     M = alpha^T t alpha, (L, L)             (states_kernel)
+
+take no pass of their own for m. Between the two lies the router's matrix product for dx. The
+norm of the sources needs <du_l, u_l>: its part from the mix is sum_bj alpha d alpha, as dU is
+homogeneous, and what dx adds is a row sum (`radial`). All sums run in a fixed order.
+
+Dimensions: N tokens, L sources, D width, k channels, p stride, L' router inputs. The states come
+as L tensors (N, D), or views of a stacked one: nothing is copied together. Tiles are (L, D) or
+(k, D) of one token, L and k padded to LP and KP, powers of two of at least 16, for tl.dot.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# kernel: (tokens of a program, elements of its (LP, BLOCK_D) tile, warps, stages, registers of a
+# thread at most). "states" has its number of programs in place of tokens: one round of them on
+# 132 multiprocessors, as each adds up the gains' gradients over its share of the tokens. The
+# small products do not divide among warps, so "weights" has one and many programs.
+CONFIGS = {
+    "unit": (4, None, 4, 1, None),
+    "mix": (1, 8192, 8, 1, 128),
+    "weights": (1, 1024, 1, 2, None),
+    "radial": (4, None, 4, 1, None),
+    "states": (528, 1024, 4, 3, None),
+}
+
+
+# ---- pieces -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def distance(h, src, L: tl.constexpr):
+    """Elements from source 0 to source src (a number or a vector); so far apart lie the tensors.
+
+    They are aligned to 16 bytes, and as a product the result shows that to the compiler.
+    """
+    blocks = (src * 0).to(tl.int64)
+    for i in tl.static_range(1, L):
+        blocks = tl.where(src == i, (h[i].to(tl.int64) - h[0].to(tl.int64)) >> 4, blocks)
+    return blocks * (128 // h[0].dtype.element_ty.primitive_bitwidth)
+
+
+@triton.jit
+def tile(base, rows, exists, d0, D, BLOCK_D: tl.constexpr):
+    d = d0 + tl.arange(0, BLOCK_D)[None, :]
+    return tl.load(base + rows[:, None] + d, exists[:, None] & (d < D), 0.0)
+
+
+@triton.jit
+def store(base, rows, exists, d0, D, x, BLOCK_D: tl.constexpr):
+    d = d0 + tl.arange(0, BLOCK_D)[None, :]
+    tl.store(base + rows[:, None] + d, x.to(base.dtype.element_ty), exists[:, None] & (d < D))
+
+
+@triton.jit
+def mixing_weights(alpha, n, stride, b, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr,
+                   LP: tl.constexpr):
+    """alpha of token n (KP, LP), zeros where padded, and offsets and mask for more like it."""
+    j, src = tl.arange(0, KP)[:, None], tl.arange(0, LP)[None, :]
+    at, mask = (b * K + j) * L + src, (j < K) & (src < L)
+    return tl.load(alpha + n * stride + at, mask, 0.0), at, mask
+
+
+@triton.jit
+def channel_rows(n, N, D, b, K: tl.constexpr, KP: tl.constexpr):
+    """Offsets of token n's k channels in (2, k, N, D), and which of the padded ones exist."""
+    j = tl.arange(0, KP)
+    return ((b * K + j).to(tl.int64) * N + n) * D, j < K
+
+
+@triton.jit
+def gain_tile(gain, b, d0, D, L: tl.constexpr, LP: tl.constexpr, BLOCK_D: tl.constexpr):
+    src = tl.arange(0, LP)
+    return tile(gain + b * L * D, src * D, src < L, d0, D, BLOCK_D).to(tl.float32)
+
+
+@triton.jit
+def gained(unit, gain, b, d0, D, dtype: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
+           BLOCK_D: tl.constexpr):
+    """A branch's sources (LP, BLOCK_D), ready for tl.dot."""
+    return (unit * gain_tile(gain, b, d0, D, L, LP, BLOCK_D)).to(dtype)
+
+
+# ---- forward ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def unit_kernel(h, rstd, x, N, D, stride, ROUTER: tl.constexpr, FIRST: tl.constexpr,
+                P: tl.constexpr, INPUTS: tl.constexpr, L: tl.constexpr, TOKENS: tl.constexpr,
+                BLOCK_D: tl.constexpr):
+    """Of TOKENS tokens of one source: 1 / rms, and their unit states where the router reads it."""
+    src = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    state = tile(h[0] + distance(h, src, L), n * stride, n < N, 0, D, BLOCK_D).to(tl.float32)
+    r = tl.rsqrt(tl.sum(state * state, 1) / D + 1e-6)
+    tl.store(rstd + n * L + src, r, n < N)
+    if ROUTER:  # noqa: SIM102  (without a router, x is None)
+        if (src >= FIRST) & ((src - FIRST) % P == 0):
+            rows = (n * INPUTS + (src - FIRST) // P) * D
+            store(x, rows, n < N, 0, D, state * r[:, None], BLOCK_D)
+
+
+@triton.jit
+def mix_kernel(h, rstd, gain, alpha, out, scale, N, D, stride, alpha_stride, K: tl.constexpr,
+               L: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr, TOKENS: tl.constexpr,
+               BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
+    """Normed channels of both branches and scale = 1 / rms of what was mixed (N, 2, k)."""
+    src, j = tl.arange(0, LP), tl.arange(0, KP)
+    source, exists = distance(h, src, L), src < L
+    dtype: tl.constexpr = h[0].dtype.element_ty
+    first = tl.program_id(0) * TOKENS
+    for i in tl.range(first, tl.minimum(first + TOKENS, N)):
+        n = tl.cast(i, tl.int64)
+        r = tl.load(rstd + n * L + src, exists, 0.0)[:, None]
+        rows = source + n * stride
+        if WHOLE:  # the tile holds all columns: h is read once
+            unit = tile(h[0], rows, exists, 0, D, BLOCK_D).to(tl.float32) * r
+        for b in tl.static_range(2):
+            a = mixing_weights(alpha, n, alpha_stride, b, K, L, KP, LP)[0]
+            channels, some = channel_rows(n, N, D, b, K, KP)
+            if WHOLE:
+                u = gained(unit, gain, b, 0, D, dtype, L, LP, BLOCK_D)
+                mixed = tl.dot(a, u)
+                s = tl.rsqrt(tl.sum(mixed * mixed, 1) / D + 1e-4)
+                store(out, channels, some, 0, D, mixed * s[:, None], BLOCK_D)
+            else:  # once for the norm, once more, from the cache, for the channels
+                total = tl.zeros((KP,), tl.float32)
+                for d0 in tl.range(0, D, BLOCK_D):
+                    unit = tile(h[0], rows, exists, d0, D, BLOCK_D).to(tl.float32) * r
+                    u = gained(unit, gain, b, d0, D, dtype, L, LP, BLOCK_D)
+                    mixed = tl.dot(a, u)
+                    total += tl.sum(mixed * mixed, 1)
+                s = tl.rsqrt(total / D + 1e-4)
+                for d0 in tl.range(0, D, BLOCK_D):
+                    unit = tile(h[0], rows, exists, d0, D, BLOCK_D).to(tl.float32) * r
+                    u = gained(unit, gain, b, d0, D, dtype, L, LP, BLOCK_D)
+                    store(out, channels, some, d0, D, tl.dot(a, u) * s[:, None], BLOCK_D)
+            tl.store(scale + (n * 2 + b) * K + j, s, some)
+
+
+# ---- backward ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def products(unit, gain, dc, n, N, d0, D, b, x, g, K: tl.constexpr, L: tl.constexpr,
+             KP: tl.constexpr, LP: tl.constexpr, BLOCK_D: tl.constexpr):
+    """x + dC U^T and g + U U^T of one branch over BLOCK_D columns."""
+    channels, some = channel_rows(n, N, D, b, K, KP)
+    grad = tile(dc, channels, some, d0, D, BLOCK_D)
+    u = gained(unit, gain, b, d0, D, grad.dtype, L, LP, BLOCK_D)
+    ut = tl.trans(u)
+    return tl.dot(grad, ut, x), tl.dot(u, ut, g)
+
+
+@triton.jit
+def weights_gradient(x, g, alpha, scale, dalpha, turn, n, alpha_stride, D, b, K: tl.constexpr,
+                     L: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr):
+    """Store d alpha and t (turn); returns the branch's part of <du_l, u_l>."""
+    a, at, mask = mixing_weights(alpha, n, alpha_stride, b, K, L, KP, LP)
+    a = a.to(tl.float32)
+    j = tl.arange(0, KP)
+    s = tl.load(scale + (n * 2 + b) * K + j, j < K, 0.0)
+    t = s * s * s * tl.sum(a * x, 1) / D
+    da = s[:, None] * x - t[:, None] * tl.dot(a, g)
+    tl.store(dalpha + n * 2 * K * L + at, da.to(dalpha.dtype.element_ty), mask)
+    tl.store(turn + (n * 2 + b) * K + j, t, j < K)
+    return tl.sum(a * da, 0)
+
+
+@triton.jit
+def weights_kernel(h, rstd, gain, alpha, scale, dc, dalpha, turn, radial, N, D, stride,
+                   alpha_stride, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr,
+                   LP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr):
+    src = tl.arange(0, LP)
+    source, exists = distance(h, src, L), src < L
+    first = tl.program_id(0) * TOKENS
+    for i in range(first, tl.minimum(first + TOKENS, N)):
+        n = tl.cast(i, tl.int64)
+        r = tl.load(rstd + n * L + src, exists, 0.0)[:, None]
+        x0, x1 = tl.zeros((KP, LP), tl.float32), tl.zeros((KP, LP), tl.float32)
+        g0, g1 = tl.zeros((LP, LP), tl.float32), tl.zeros((LP, LP), tl.float32)
+        for d0 in tl.range(0, D, BLOCK_D):
+            unit = tile(h[0], source + n * stride, exists, d0, D, BLOCK_D).to(tl.float32) * r
+            x0, g0 = products(unit, gain, dc, n, N, d0, D, 0, x0, g0, K, L, KP, LP, BLOCK_D)
+            x1, g1 = products(unit, gain, dc, n, N, d0, D, 1, x1, g1, K, L, KP, LP, BLOCK_D)
+        both = weights_gradient(x0, g0, alpha, scale, dalpha, turn, n, alpha_stride, D, 0, K, L,
+                                KP, LP)
+        both += weights_gradient(x1, g1, alpha, scale, dalpha, turn, n, alpha_stride, D, 1, K, L,
+                                 KP, LP)
+        tl.store(radial + n * L + src, both, exists)
+
+
+@triton.jit
+def radial_kernel(h, rstd, dx, radial, N, D, stride, FIRST: tl.constexpr, P: tl.constexpr,
+                  INPUTS: tl.constexpr, L: tl.constexpr, TOKENS: tl.constexpr,
+                  BLOCK_D: tl.constexpr):
+    """radial += <dx_l, u_l> of one router input."""
+    src = FIRST + tl.program_id(1) * P
+    n = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    state = tile(h[0] + distance(h, src, L), n * stride, n < N, 0, D, BLOCK_D).to(tl.float32)
+    grad = tile(dx, (n * INPUTS + tl.program_id(1)) * D, n < N, 0, D, BLOCK_D).to(tl.float32)
+    at = n * L + src
+    more = tl.sum(state * grad, 1) * tl.load(rstd + at, n < N, 0.0)
+    tl.store(radial + at, tl.load(radial + at, n < N, 0.0) + more, n < N)
+
+
+@triton.jit
+def gained_gradient(unit, g, alpha, scale, turn, dc, n, N, d0, D, b, alpha_stride,
+                    K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr,
+                    BLOCK_D: tl.constexpr):
+    """dU of one branch over BLOCK_D columns."""
+    channels, some = channel_rows(n, N, D, b, K, KP)
+    grad = tile(dc, channels, some, d0, D, BLOCK_D)
+    a = mixing_weights(alpha, n, alpha_stride, b, K, L, KP, LP)[0]
+    j = tl.arange(0, KP)
+    at = (n * 2 + b) * K + j
+    s, t = tl.load(scale + at, j < K, 0.0)[:, None], tl.load(turn + at, j < K, 0.0)[:, None]
+    minus_m = tl.dot(tl.trans((a * -t).to(grad.dtype)), a).to(grad.dtype)
+    du = tl.dot(tl.trans((a * s).to(grad.dtype)), grad)
+    return tl.dot(minus_m, (unit * g).to(grad.dtype), du)
+
+
+@triton.jit
+def states_kernel(h, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, N, D, stride,
+                  alpha_stride, ROUTER: tl.constexpr, FIRST: tl.constexpr, P: tl.constexpr,
+                  INPUTS: tl.constexpr, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr,
+                  LP: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
+    """dh (L, N, D) over BLOCK_D columns of every PROGRAMS-th token, and the sum of their dgain."""
+    src = tl.arange(0, LP)
+    d0 = tl.program_id(1) * BLOCK_D
+    source, exists = distance(h, src, L), src < L
+    g0 = gain_tile(gain, 0, d0, D, L, LP, BLOCK_D)
+    g1 = gain_tile(gain, 1, d0, D, L, LP, BLOCK_D)
+    dgain0, dgain1 = tl.zeros((LP, BLOCK_D), tl.float32), tl.zeros((LP, BLOCK_D), tl.float32)
+    for i in tl.range(tl.program_id(0), N, tl.num_programs(0)):
+        n = tl.cast(i, tl.int64)
+        r = tl.load(rstd + n * L + src, exists, 0.0)[:, None]
+        unit = tile(h[0], source + n * stride, exists, d0, D, BLOCK_D).to(tl.float32) * r
+        along = tl.load(radial + n * L + src, exists, 0.0)
+        du0 = gained_gradient(unit, g0, alpha, scale, turn, dc, n, N, d0, D, 0, alpha_stride,
+                              K, L, KP, LP, BLOCK_D)
+        dgain0 += unit * du0
+        du1 = gained_gradient(unit, g1, alpha, scale, turn, dc, n, N, d0, D, 1, alpha_stride,
+                              K, L, KP, LP, BLOCK_D)
+        dgain1 += unit * du1
+        du = g0 * du0 + g1 * du1
+        if ROUTER:
+            read = exists & (src >= FIRST) & ((src - FIRST) % P == 0)
+            from_router = tile(dx, (n * INPUTS + (src - FIRST) // P) * D, read, d0, D, BLOCK_D)
+            from_router = from_router.to(tl.float32)
+            du += from_router
+            if WHOLE:  # otherwise radial_kernel was there before
+                along += tl.sum(from_router * unit, 1)
+        store(dh, (src.to(tl.int64) * N + n) * D, exists, d0, D,
+              r * (du - unit * (along / D)[:, None]), BLOCK_D)
+    part = dgain + tl.program_id(0) * 2 * L * D
+    store(part, src * D, exists, d0, D, dgain0, BLOCK_D)
+    store(part + L * D, src * D, exists, d0, D, dgain1, BLOCK_D)
+
+
+# ---- host side --------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """The constants of a call; a kernel takes those that it names."""
+
+    L: int
+    D: int
+    K: int  # channels of a branch
+    N: int
+    P: int = 1  # every P-th source, from FIRST on, is one of the router's INPUTS
+    ROUTER: bool = True
+
+    def of(self, kernel: str) -> tuple[dict, dict, int]:
+        """Constants of a kernel, its launch options, and its tokens (or programs)."""
+        first = (self.L - 1) % self.P
+        router = dict(FIRST=first, P=self.P, INPUTS=len(range(first, self.L, self.P)))
+        tokens, elements, warps, stages, registers = CONFIGS[kernel]
+        options = dict(num_warps=warps, num_stages=stages)
+        if registers:
+            options.update(maxnreg=registers)
+        LP, KP = (max(16, triton.next_power_of_2(n)) for n in (self.L, self.K))
+        whole = triton.next_power_of_2(self.D)
+        c = dict(L=self.L, BLOCK_D=whole)
+        if kernel in ("unit", "radial"):
+            c.update(router, TOKENS=tokens)
+        else:
+            c.update(K=self.K, KP=KP, LP=LP, BLOCK_D=min(whole, max(16, elements // LP)))
+        if kernel in ("mix", "weights"):
+            c.update(TOKENS=tokens)
+        if kernel in ("unit", "states"):
+            c.update(router, ROUTER=self.ROUTER)
+        if kernel in ("mix", "states"):
+            c.update(WHOLE=c["BLOCK_D"] >= self.D)
+        return c, options, tokens
+
+
+def check(states: tuple[Tensor, ...], gain: Tensor, router: Tensor | None, bias: Tensor, s: Shape):
+    """Name what a kernel would silently read wrongly."""
+    like = states[0]
+    if like.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"states of type {like.dtype}: bfloat16, float16 or float32 is needed")
+    for x in states:
+        if (x.shape != like.shape or x.dtype != like.dtype or x.stride(1) != 1
+                or x.stride(0) != like.stride(0) or x.data_ptr() % 16):
+            raise ValueError("states: equal shapes, types and strides, contiguous rows and 16-byte "
+                             "alignment are needed")
+    if s.D % 16 or s.D > 2048 or s.L > 32:
+        raise ValueError(f"{s.L} sources of width {s.D}: at most 32, and a multiple of 16 up to "
+                         "2048, are possible")
+    shapes = (2, s.L, s.D), (2, s.K, s.L)
+    inputs = len(range((s.L - 1) % s.P, s.L, s.P))
+    if (gain.shape, bias.shape) != shapes or (
+            router is not None and router.shape != (2 * s.K * s.L, inputs * s.D)):
+        raise ValueError(f"gain, bias {shapes} and router {2 * s.K * s.L, inputs * s.D} are needed")
+
+
+def mix_forward(states: tuple[Tensor, ...], gain: Tensor, router: Tensor | None, bias: Tensor,
+                p: int) -> tuple[Tensor, ...]:
+    """Channels (2, k, N, D), then what the backward needs: x, alpha, rstd, scale."""
+    h = states[0]
+    s = Shape(len(states), h.size(1), bias.size(1), len(h), p, router is not None)
+    check(states, gain, router, bias, s)
+    new = lambda *shape: h.new_empty(shape, dtype=torch.float32)  # noqa: E731
+    rstd, scale = new(s.N, s.L), new(s.N, 2, s.K)
+    out = h.new_empty(2, s.K, s.N, s.D)
+    x = None if router is None else h.new_empty(s.N, router.size(1))
+    c, options, tokens = s.of("unit")
+    unit_kernel[triton.cdiv(s.N, tokens), s.L](states, rstd, x, s.N, s.D, h.stride(0), **c,
+                                               **options)
+    alpha = bias.flatten().to(h.dtype)
+    if router is not None:
+        alpha = torch.addmm(alpha, x, router.mT)
+    c, options, tokens = s.of("mix")
+    mix_kernel[triton.cdiv(s.N, tokens),](
+        states, rstd, gain, alpha, out, scale, s.N, s.D, h.stride(0),
+        0 if router is None else alpha.stride(0), **c, **options)
+    return out, x, alpha, rstd, scale
+
+
+def mix_backward(dc: Tensor, states: tuple[Tensor, ...], gain: Tensor, router: Tensor | None,
+                 alpha: Tensor, rstd: Tensor, scale: Tensor, p: int) -> tuple[Tensor, ...]:
+    """dh (L, N, D), d gain (2, L, D) in float32, d alpha (N, 2 k L)."""
+    h, dc = states[0], dc.contiguous()
+    s = Shape(len(states), h.size(1), dc.size(1), len(h), p, router is not None)
+    stride = h.stride(0), 0 if router is None else alpha.stride(0)
+    dalpha = h.new_empty(s.N, 2 * s.K * s.L)
+    turn, radial = torch.empty_like(scale), torch.empty_like(rstd)
+    c, options, tokens = s.of("weights")
+    weights_kernel[triton.cdiv(s.N, tokens),](states, rstd, gain, alpha, scale, dc, dalpha, turn,
+                                              radial, s.N, s.D, *stride, **c, **options)
+    dx = None if router is None else dalpha @ router
+    states_c, states_options, programs = s.of("states")
+    if router is not None and not states_c["WHOLE"]:
+        c, options, tokens = s.of("radial")
+        radial_kernel[triton.cdiv(s.N, tokens), c["INPUTS"]](
+            states, rstd, dx, radial, s.N, s.D, h.stride(0), **c, **options)
+    blocks = triton.cdiv(s.D, states_c["BLOCK_D"])
+    programs = min(max(1, programs // blocks), s.N)
+    dh = h.new_empty(s.L, s.N, s.D)
+    dgain = h.new_empty(programs, 2, s.L, s.D, dtype=torch.float32)
+    states_kernel[programs, blocks](
+        states, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, s.N, s.D, *stride,
+        **states_c, **states_options)
+    return dh, dgain.sum(0), dalpha
+
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, summed and given in float32, added to total if there is one."""
+    if not a.is_cuda or a.dtype == torch.float32:
+        product = a.float() @ b.float()
+        return product if total is None else total.add_(product)
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+class PoolMix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, p, gain, router, bias, *states):
+        ctx.p, ctx.router = p, router
+        low = [w if w is None else w.compute if hasattr(w, "compute") else w.to(states[0].dtype)
+               for w in (gain, router, bias)]
+        out, x, *rest = mix_forward(states, *low, p)
+        ctx.save_for_backward(*states, *low[:2], x, *rest)
+        return out
+
+    @staticmethod
+    def backward(ctx, dc):
+        *states, gain, router, x, alpha, rstd, scale = ctx.saved_tensors
+        dh, dgain, dalpha = mix_backward(dc, tuple(states), gain, router, alpha, rstd, scale, ctx.p)
+        drouter = None
+        if router is not None:
+            total = ctx.router.grad if hasattr(ctx.router, "compute") else None
+            drouter = add_product(total, dalpha.mT, x)
+            drouter = drouter if total is None else None
+        dbias = dalpha.sum(0, dtype=torch.float32).view(2, dc.size(1), len(states))
+        return None, dgain, drouter, dbias, *dh
+
+
+def pool_mix(states: list[Tensor], gain: Tensor, router: Tensor | None, bias: Tensor,
+             p: int) -> Tensor:
+    """Normed, not yet projected channels (2, k, N, D), keys then values, of L states (..., D).
+
+    gain (2, L, D), router (2 k L, L' D), bias (2, k, L) as `fold` gives them, in float32: so their
+    gradients stay. One with an attribute `compute`, a copy in the states' type, is not cast at
+    every call; the gradient of such a router is added to its .grad, which must exist, in place.
+    """
+    return PoolMix.apply(p, gain, router, bias, *(h.reshape(-1, h.size(-1)) for h in states))
+
+
+def fold(key, value) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Of two branches: gain, router, bias as `pool_mix` takes them, and proj (2 k, E, D)."""
+    branches = (key, value)
+    gain = torch.stack([b.pre_norm for b in branches])
+    bias = torch.stack([b.bias for b in branches])
+    proj = torch.cat([b.proj * b.post_norm[:, None] for b in branches])
+    if key.router is None:
+        return gain, None, bias, proj
+    router = torch.cat([b.router * b.pre_norm[b.inputs].flatten() for b in branches])
+    return gain, router, bias, proj

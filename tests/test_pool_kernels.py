@@ -1,0 +1,190 @@
+"""pool_kernels.py against float64 branches: on a GPU as it is, elsewhere interpreted."""
+
+import os
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+pytest.importorskip("triton", reason="pool_kernels.py needs Triton (pip install triton)")
+import pool_kernels  # noqa: E402
+from model import ModelConfig, rms_norm  # noqa: E402
+from pool import Branch  # noqa: E402
+
+if not GPU:
+    from triton.runtime import interpreter
+
+    def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
+        """Loop bounds are arrays of one element, which NumPy 2.4 no longer takes for integers."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
+
+DEVICE = "cuda" if GPU else "cpu"
+TOL = (5e-3, 5e-3) if GPU else (1e-5, 1e-4)  # a GPU multiplies float32 as tf32
+CASES = {
+    "k = L": dict(N=5, n_layer=4, n_channels=4, n_embd=32),
+    "every third source": dict(N=4, n_layer=5, n_channels=2, n_embd=48, router_stride=3),
+    "every source": dict(N=3, n_layer=3, n_channels=1, n_embd=16, router_stride=1),
+    "17 sources": dict(N=3, n_layer=17, n_channels=4, n_embd=32),
+    "static": dict(N=5, n_layer=4, n_channels=3, n_embd=32, router="static"),
+    "one source": dict(N=2, n_layer=1, n_channels=1, n_embd=16),
+}
+
+
+@pytest.fixture(params=["blocks", "whole"])
+def tiles(request, monkeypatch):
+    """Tiles of some or of all columns, programs of two tokens, fewer programs than tokens."""
+    elements = 256 if request.param == "blocks" else 8192
+    monkeypatch.setattr(pool_kernels, "CONFIGS", {
+        name: (2, elements, 4, 1, None) for name in pool_kernels.CONFIGS})
+
+
+def case(N, dtype=torch.float32, seed=0, **sizes):
+    """Two branches in float64 whose every parameter is random, L states, channel gradients."""
+    r = torch.Generator().manual_seed(seed)
+    randn = lambda *shape: torch.randn(shape, generator=r, dtype=torch.float64)  # noqa: E731
+    c = ModelConfig(**{**dict(n_head=2, n_kv_head=1, head_dim=4), **sizes})
+    branches = [Branch(c).double(), Branch(c).double()]
+    for branch in branches:
+        for name, w in branch.named_parameters():
+            x = randn(*w.shape)
+            w.data = 1 + 0.3 * x if "norm" in name else x / w.size(-1) ** 0.5
+            if not name.endswith("norm"):
+                w.data = w.data.to(dtype).double()
+        branch.to(DEVICE)
+    size = torch.arange(1, c.n_layer + 1)[:, None, None] / 2  # sources are not of one scale
+    states = (randn(c.n_layer, N, c.n_embd) * size).to(dtype).double()
+    grad = randn(2 * c.n_channels, N, c.n_kv_head * c.head_dim).to(dtype).double()
+    return branches, list(states.to(DEVICE)), grad.to(DEVICE), c.router_stride
+
+
+def reference(branches, states):
+    unit = rms_norm(torch.stack(states, 1)[None], None)
+    return torch.cat([branch(unit)[:, 0] for branch in branches])
+
+
+def ours(branches, states, p):
+    gain, router, bias, proj = pool_kernels.fold(*branches)
+    channels = pool_kernels.pool_mix(states, gain, router, bias, p)
+    return channels.flatten(0, 1) @ proj.to(channels.dtype).mT
+
+
+def results(function, branches, states, grad, *more):
+    """Output, gradients of states, gradients of parameters."""
+    states = [h.detach().requires_grad_() for h in states]
+    for branch in branches:
+        branch.zero_grad()
+    out = function(branches, states, *more)
+    out.backward(grad.to(out.dtype))
+    named = [x for b in branches for x in b.named_parameters()]
+    return out.detach(), [h.grad for h in states], {f"{i} {n}": w.grad.clone()
+                                                    for i, (n, w) in enumerate(named)}
+
+
+def close(mine, theirs, tol, scale=None):
+    assert mine.shape == theirs.shape and mine.isfinite().all()
+    scale = theirs.norm() if scale is None else scale
+    assert (mine.double() - theirs).norm() <= tol * scale
+
+
+def check(dtype, tol, **sizes):
+    branches, states, grad, p = case(dtype=dtype, **sizes)
+    out, dh, dw = results(reference, branches, states, grad)
+    for branch in branches:
+        branch.float()
+    states = [h.to(dtype) for h in states]
+    mine, my_dh, my_dw = results(ours, branches, states, grad, p)
+    close(mine, out, tol[0])
+    for a, b in zip(my_dh, dh, strict=True):
+        close(a, b, tol[1], max(b.norm(), 1e-3 * torch.stack(dh).norm()))
+    for name in dw:
+        close(my_dw[name], dw[name], tol[1])
+
+
+@pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
+def test_against_branches(sizes, tiles):
+    check(torch.float32, TOL, **sizes)
+
+
+def test_views_of_stacked_states(tiles):
+    """Bit for bit the same as separate tensors, whichever way they are stacked."""
+    branches, states, _, p = case(N=4, n_layer=3, n_channels=3, n_embd=32)
+    branches, states = [b.float() for b in branches], [h.float() for h in states]
+    expected = ours(branches, states, p)
+    for dim in (0, 1):
+        assert ours(branches, torch.stack(states, dim).unbind(dim), p).equal(expected)
+    rows = [h.unflatten(0, (2, 2)) for h in states]
+    assert ours(branches, rows, p).equal(expected)
+
+
+def test_router_gradient_in_place(tiles):
+    """With a copy to compute with, the router's gradient is added to what is there."""
+    branches, states, grad, p = case(N=3, n_layer=4, n_channels=4, n_embd=16)
+    for b in branches:
+        b.float()
+    states = [h.float() for h in states]
+    gain, router, bias, _ = (w.detach().requires_grad_() for w in pool_kernels.fold(*branches))
+    out = pool_kernels.pool_mix(states, gain, router, bias, p)
+    (expected,) = torch.autograd.grad(out.square().sum() + out.sum(), router)
+    router.compute, router.grad = router.detach().clone(), torch.ones_like(router)
+    out = pool_kernels.pool_mix(states, gain, router, bias, p)
+    (out.square().sum() + out.sum()).backward()
+    close(router.grad - 1, expected.double(), 1e-5 if not GPU else 5e-3)
+
+
+def test_wrong_arguments():
+    branches, states, _, p = case(N=4, n_layer=3, n_channels=3, n_embd=32)
+    gain, router, bias, _ = pool_kernels.fold(*(b.float() for b in branches))
+    states = [h.float() for h in states]
+    with pytest.raises(ValueError, match="are needed"):
+        pool_kernels.pool_mix([*states[:2], states[2].double()], gain, router, bias, p)
+    with pytest.raises(ValueError, match="float64"):
+        pool_kernels.pool_mix([h.double() for h in states], gain, router, bias, p)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        pool_kernels.pool_mix([h[:, :24] for h in states], gain[..., :24], router, bias, p)
+    with pytest.raises(ValueError, match="router"):
+        pool_kernels.pool_mix(states, gain, router[:, 32:], bias, p)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("sizes", [
+    dict(n_layer=16, n_channels=16), dict(n_layer=16, n_channels=8), dict(n_layer=24, n_channels=2),
+    dict(n_layer=16, n_channels=1, router="static"), dict(n_layer=32, n_channels=32),
+    dict(n_layer=20, n_channels=4, n_embd=2048),
+    dict(n_layer=5, n_channels=5, n_embd=768, router_stride=1)], ids=str)
+def test_bfloat16(sizes):
+    check(torch.bfloat16, (2e-2, 2e-2), **{**dict(N=300, n_embd=512), **sizes})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+def test_captured_in_a_graph():
+    branches, states, grad, p = case(N=256, dtype=torch.bfloat16, n_layer=8, n_channels=8)
+    states = [h.bfloat16().requires_grad_() for h in states]
+    gain, router, bias, _ = (w.detach().float().requires_grad_()
+                             for w in pool_kernels.fold(*branches))
+    grad = torch.randn(2, 8, 256, 512, device=DEVICE).bfloat16()
+
+    def step():
+        out = pool_kernels.pool_mix(states, gain, router, bias, p)
+        return out, *torch.autograd.grad(out, (*states, gain, router, bias), grad)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for h in states:
+            h.mul_(1.25).add_(0.5)
+    graph.replay()
+    for a, b in zip(captured, step(), strict=True):
+        close(a, b.double(), 1e-2)
