@@ -130,10 +130,22 @@ class _Tape:
     def __init__(self, k: Tensor, v: Tensor):
         self.k, self.v, self.dk, self.dv = k, v, None, None
         self.overwritten = []  # by each write so far, less those taken back
+        # what was written last to each of g strided groups: it need not be copied to be kept
+        self.n_groups, self.latest = 0, {}
 
     def write(self, where: tuple, k: Tensor, v: Tensor) -> int:
         """Returns the number of writes so far, which names the state of the cache after it."""
-        self.overwritten.append((where, self.k[where].clone(), self.v[where].clone()))
+        channel, _, columns = where
+        g, q = 0, None
+        if channel == slice(None) and isinstance(columns, slice) and columns.stop is None:
+            g, q = columns.step or 1, columns.start or 0
+            g = g if 0 <= q < g else 0
+        if g != self.n_groups:  # another partition of the row
+            self.n_groups, self.latest = g, {}
+        old = self.latest.get(q) or (self.k[where].clone(), self.v[where].clone())
+        self.overwritten.append((where, old))
+        if g:
+            self.latest[q] = k.detach(), v.detach()
         self.k[where], self.v[where] = k, v
         return len(self.overwritten)
 
@@ -142,7 +154,7 @@ class _Tape:
         if len(self.overwritten) < n:
             raise RuntimeError("a cache can be backpropagated through once: solve again")
         while len(self.overwritten) > n:
-            where, *old = self.overwritten.pop()
+            where, old = self.overwritten.pop()
             self.k[where], self.v[where] = old
 
     def gradient(self) -> tuple[Tensor, Tensor]:

@@ -129,6 +129,10 @@ def linear(x: Tensor, *weights: Tensor) -> Tensor:
     if hasattr(weights[0], "compute"):
         return _MixedLinear.apply(x, *weights)
     w = weights[0] if len(weights) == 1 else torch.cat(weights)
+    return product(x, w)
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w) if w.dim() == 2 else torch.bmm(x, w.mT)
 
 
@@ -143,8 +147,7 @@ class _MixedLinear(torch.autograd.Function):
     def forward(ctx, x, *weights):
         ctx.save_for_backward(x)
         ctx.weights = weights
-        w = one_below_the_other([w.compute for w in weights])
-        return F.linear(x, w) if w.dim() == 2 else torch.bmm(x, w.mT)
+        return product(x, one_below_the_other([w.compute for w in weights]))
 
     @staticmethod
     def backward(ctx, dy):

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from attention import Cache, Rows
+from attention import Cache, Rows, is_fast
 from model import (
     Decoder,
     ModelConfig,
@@ -21,6 +21,11 @@ from model import (
     rms_norm,
     rotary_tables,
 )
+
+try:  # the fast path; Triton comes with PyTorch's CUDA builds
+    import pool_kernels
+except ImportError:
+    pool_kernels = None
 
 
 def initial_sources(n_channels: int, n_sources: int) -> Tensor:
@@ -52,6 +57,7 @@ class Branch(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         k, L, D, E = c.n_channels, c.n_layer, c.n_embd, c.n_kv_head * c.head_dim
+        self.stride = c.router_stride
         self.inputs = slice((L - 1) % c.router_stride, None, c.router_stride)
         n_inputs = len(range(L)[self.inputs])  # L'
         self.pre_norm = nn.Parameter(torch.ones(L, D))
@@ -102,18 +108,22 @@ class Pool(nn.Module):
         self.value.init_weights()
         nn.init.normal_(self.dummy, std=0.02)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """h (B, T, L, D) -> rotated, normed keys and raw values, both (k, B, T, Hkv, d)."""
-        unit = rms_norm(h, None)  # one statistic per source, shared by both branches
-        k = self.key(unit).unflatten(-1, self.heads)
-        v = self.value(unit).unflatten(-1, self.heads)
+    def forward(self, h: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """L states (B, T, D) -> rotated, normed keys and raw values, both (k, B, T, Hkv, d)."""
+        if pool_kernels is not None and is_fast(h[0]):
+            projected = pool_kernels.pool(h, self.key, self.value)  # (2, k, B, T, E)
+            k, v = projected.unflatten(-1, self.heads).unbind()
+        else:
+            unit = rms_norm(torch.stack(h, 2), None)  # one statistic per source, for both branches
+            k = self.key(unit).unflatten(-1, self.heads)
+            v = self.value(unit).unflatten(-1, self.heads)
         return norm_rotate(k, self.key_norm[:, None, None, None], cos, sin), v
 
     def dummy_channels(self) -> tuple[Tensor, Tensor]:
         """Keys and values (k, Hkv, d) of the dummy: at position 0, its own state at all sources."""
-        h = self.dummy.to(compute_dtype(self.key.proj)).expand(1, 1, self.n_sources, -1)
+        h = self.dummy.to(compute_dtype(self.key.proj)).expand(1, 1, -1)
         pos = torch.zeros(1, 1, dtype=torch.long, device=h.device)
-        k, v = self(h, *rotary_tables(pos, self.heads[1]))
+        k, v = self([h] * self.n_sources, *rotary_tables(pos, self.heads[1]))
         return k[:, 0, 0], v[:, 0, 0]
 
 
@@ -136,7 +146,7 @@ class WhiteMatter(Decoder):
 
     def pool(self, h: list[Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """h[0..L], as `states` returns them -> channels (k, B, T, Hkv, d)."""
-        return self.kv_pool(torch.stack(h[:self.kv_pool.n_sources], 2), rows.cos, rows.sin)
+        return self.kv_pool(h[:self.kv_pool.n_sources], rows.cos, rows.sin)
 
     def new_cache(self, B: int, S: int, like: Tensor) -> Cache:
         empty = super().new_cache(B, S, like)

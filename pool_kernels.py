@@ -441,3 +441,26 @@ def fold(key, value) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         return gain, None, bias, proj
     router = torch.cat([b.router * b.pre_norm[b.inputs].flatten() for b in branches])
     return gain, router, bias, proj
+
+
+class _Project(torch.autograd.Function):
+    """x (n, N, D) @ w^T, w (n, E, D) float32: in x's precision, with w's gradient in its own."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        w = w.to(x.dtype)
+        ctx.save_for_backward(x, w)
+        return torch.bmm(x, w.mT)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return torch.bmm(dy, w), torch.bmm(dy.mT, x, out_dtype=torch.float32)
+
+
+def pool(states: list[Tensor], key, value) -> Tensor:
+    """States, L of (B, T, D), through both branches: projected channels (2, k, B, T, E)."""
+    gain, router, bias, proj = fold(key, value)
+    channels = pool_mix(states, gain, router, bias, key.stride)  # (2, k, N, D)
+    projected = _Project.apply(channels.flatten(0, 1), proj)
+    return projected.view(2, -1, *states[0].shape[:2], proj.size(1))
