@@ -34,7 +34,7 @@ from configurator import UserError, parse, run
 from model import Decoder, ModelConfig
 from pool import build
 from sample import prefill, step
-from solvers import autoregressive, cyclic, interleave, solve
+from solvers import cyclic, interleave, solve
 from train import (
     TokenRows,
     TrainConfig,
@@ -104,7 +104,7 @@ def flops_per_token(config: ModelConfig, block_size: int, mode: str, head: bool 
     n = c.n_grad
     total += n * (2 * stack + ATTENTION_BACKWARD * attended)
     total += 2 * ((1 + n - last) * pool + dummy)
-    # what the last block adds after its attention is read by the loss alone: one pass of it
+    # what the last block adds after its attention is no source: only the last pass's has a use
     return total - 2 * (n - 1) * after
 
 
@@ -244,10 +244,222 @@ def flops(argv: list[str]):
 
 FOOTNOTE = """
 Parameters are without the embedding. Attention counts the keys that a token can see.
-WhiteMatter's training is 1 % below the paper's: the output of the last block is no source, so
-only the last pass backpropagates through its MLP. Its prefill is below the paper's by one
-evaluation of the pool: 3 passes that leave a cache need 4 (one of H(0) and one per pass), the
-paper's figure equals 3 passes and 5 evaluations."""
+WhiteMatter's prefill is below the paper's by one evaluation of the pool: 3 passes that leave a
+cache take 4 (of H(0), and of each pass), the paper's figures equal 5. Its training figures equal
+6 such evaluations forward, we need 4 6/8; and the last block, whose output is no source, has no
+backward in any pass but the last. Ours has one for its attention and queries, of zeros."""
+
+
+# ---- prefill: passes and time of every schedule (section "Prefill convergence and runtime")
+
+CLOSE = 0.01  # perplexity counts as converged within 1 % of the exact one
+RESIDUALS_OF = (1, 4, 8, 16)  # groups, in the table of residuals
+
+
+@dataclass
+class PrefillConfig:
+    """What `bench.py prefill` takes."""
+
+    out_dir: str | None = key(None, "folder with ckpt.pt; None: a random model of tiny.py's sizes")
+    block_size: int | None = key(None, "T, tokens per row; None: the checkpoint's")
+    rows: int = key(16, "held-out rows that the perplexity is taken on")
+    batch_size: int = key(8, "rows at a time, for perplexity and time")
+    max_passes: int = key(128, "give up on a schedule after so many (never more than T)")
+    trials: int = key(30, "timed runs of each schedule; 10 at most of the autoregressive one")
+    warmups: int = key(5, "runs before them; 1 at most of the autoregressive one")
+    device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
+    dtype: str = key("auto", "of the timed runs: auto (bfloat16 on cuda), float32 or bfloat16")
+    seed: int = key(1337, "of the random model and tokens")
+    json: str | None = key(None, "write the results to this file (-: to stdout)")
+
+
+def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
+    """A float32 model, and held-out tokens and targets (rows, T) for it."""
+    if c.out_dir is None:
+        torch.manual_seed(c.seed)
+        settings = parse(TrainConfig(), [str(Path(__file__).parent / "config/tiny.py")], "")
+        config = model_config(settings, {"vocab_size": 257, "eos_id": 256})
+        T = c.block_size or settings.block_size
+        xy = torch.randint(256, (c.rows, T + 1))
+        return build(config).to(device).eval(), xy[:, :-1].to(device), xy[:, 1:].to(device)
+    model, checkpoint = load_model(c.out_dir, device)
+    if not model.iterates:
+        raise UserError(f"{c.out_dir}: kv={model.config.kv} is exact in one pass, there is no "
+                        "schedule to compare")
+    folder, meta = load_meta(checkpoint["config"]["dataset"])
+    if meta["tokenizer"] != checkpoint["meta"]["tokenizer"]:
+        raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {c.out_dir} was trained on "
+                        f"{checkpoint['meta']['tokenizer']}")
+    rows = TokenRows(folder / "val.bin", meta["dtype"],
+                     c.block_size or checkpoint["config"]["block_size"], None)
+    return model, *rows.batch(0, min(c.rows, rows.n_rows), device)
+
+
+class PassLosses:
+    """Watches `model.states` during a cyclic solve and takes the loss after every pass."""
+
+    def __init__(self, model: Decoder, targets: Tensor, n_groups: int):
+        self.model, self.targets = model, targets
+        self.n_groups = min(n_groups, targets.size(1))
+        self.states, self.parts, self.losses = model.states, [], []
+
+    def __enter__(self) -> PassLosses:
+        self.model.states = self
+        return self
+
+    def __exit__(self, *_):
+        del self.model.states  # back to the method
+
+    def __call__(self, *args) -> list[Tensor]:
+        h = self.states(*args)
+        self.parts.append(h[-1])
+        if len(self.parts) == self.n_groups:
+            self.losses.append(self.model.loss(interleave(self.parts, dim=1), self.targets))
+            self.parts = []
+        return h
+
+
+def perplexities(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
+                 passes: int) -> list[float]:
+    """Perplexity of targets y (rows, T) after each of `passes` cyclic passes over tokens x."""
+    total = torch.zeros(passes, dtype=torch.float64)
+    for xb, yb in zip(x.split(batch_size), y.split(batch_size)):
+        with PassLosses(model, yb, n_groups) as watch:
+            cyclic(model, xb, n_groups, passes, 0, keep_cache=False, measure=False)
+        total += torch.stack(watch.losses).double().cpu() * yb.numel()
+    return (total / y.numel()).exp().tolist()
+
+
+def passes_needed(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
+                  max_passes: int, exact: float) -> tuple[int | None, list[float]]:
+    """Smallest number of passes within 1 % of the exact perplexity (None: more than
+    max_passes), and the perplexity after each pass up to it."""
+    n = min(4, max_passes)
+    while True:
+        ppl = perplexities(model, x, y, batch_size, n_groups, n)
+        for t, p in enumerate(ppl):
+            if abs(p / exact - 1) <= CLOSE:
+                return t + 1, ppl[:t + 1]
+        if n == max_passes:
+            return None, ppl
+        n = min(2 * n, max_passes)  # from the start again: the sum stays below four times n
+
+
+@torch.no_grad()
+def prefill_command(argv: list[str]):
+    """Passes and time of Jacobi, cyclic and autoregressive prefill."""
+    c = parse(PrefillConfig(), argv, "python bench.py prefill: passes and time of every schedule "
+              "to within 1 % of the exact perplexity")
+    at_least_one(c, "block_size", "rows", "batch_size", "max_passes", "trials", "warmups")
+    device = pick_device(c.device)
+    dtype = pick_dtype(c.dtype, device)
+    model, x, y = load(c, device)
+    T = x.size(1)
+    print(f"{c.out_dir or 'random weights and tokens'}: L={model.config.n_layer}, "
+          f"D={model.config.n_embd}, k={model.config.n_channels}, T={T}; perplexity of {len(x)} "
+          f"rows in float32\ntimes: {machine(device, dtype)}, batch {c.batch_size}, not compiled\n")
+    timed = copy.deepcopy(model).to(dtype)
+    batch = x[torch.arange(c.batch_size, device=device) % len(x)]
+    exact = perplexities(model, x, y, c.batch_size, T, 1)[0]
+    schedules = []
+    print("     g  passes  perplexity  off by   s/sequence     tokens/s")
+    for g in [2 ** i for i in range(7) if 2 ** i < T] + [T]:
+        limit = min(c.max_passes, T)
+        n, ppl = (1, [exact]) if g == T else passes_needed(model, x, y, c.batch_size, g, limit,
+                                                           exact)
+        result = {"g": g, "solver": {1: "jacobi", T: "autoregressive"}.get(g, "cyclic"),
+                  "passes": n, "perplexities": ppl}
+        if n is not None:
+            few = (1, 10) if g == T else (c.warmups, c.trials)
+            run_once = Prefill(timed, batch, result["solver"], n, g)
+            result |= measure(run_once, device, min(c.warmups, few[0]), min(c.trials, few[1]),
+                              batch.numel())
+            result["seconds_per_sequence"] = result["median_seconds"] / len(batch)
+        schedules.append(result)
+        print(schedule_line(result, exact, limit), flush=True)
+    table = residuals(model, x[:c.batch_size], [g for g in RESIDUALS_OF if g < T],
+                      min(10, c.max_passes))
+    write_json(c.json, {"command": "prefill", "settings": asdict(c), "torch": torch.__version__,
+                        "device": device_name(device), "dtype": str(dtype).split(".")[1],
+                        "threads": torch.get_num_threads(), "compiled": False,
+                        "model": asdict(model.config), "block_size": T, "rows": len(x),
+                        "batch_size": len(batch), "exact_perplexity": exact,
+                        "schedules": schedules, "residuals": table})
+
+
+def schedule_line(r: dict, exact: float, limit: int) -> str:
+    """A row of the first table."""
+    name = {"jacobi": "Jacobi", "autoregressive": "token by token"}.get(r["solver"], "")
+    ppl = r["perplexities"][-1]
+    head = f"{r['g']:6d}  {r['passes'] or '>' + str(limit):>6}  {ppl:10.3f}  {ppl / exact - 1:+6.2%}"
+    if r["passes"] is None:
+        return f"{head}   {'-':>10s}   {'-':>10s}  {name}"
+    return (f"{head}   {r['seconds_per_sequence']:10.5f}   {r['tokens_per_second']:10,.0f}  "
+            f"{name}")
+
+
+def residuals(model: Decoder, x: Tensor, groups: list[int], passes: int) -> dict[int, list[float]]:
+    """Relative change of the states in each pass, by number of groups; printed as a table."""
+    table = {g: cyclic(model, x, g, passes, 0, keep_cache=False).report.residuals for g in groups}
+    if table:
+        print("\nrelative residual\n  pass" + "".join(f"{f'g={g}':>10s}" for g in table))
+    for t, row in enumerate(zip(*table.values())):
+        print(f"{t + 1:6d}" + "".join(f"{r:10.1e}" for r in row))
+    return table
+
+
+# ---- time
+
+@dataclass
+class Prefill:
+    """One prefill of a batch, to be called again and again."""
+
+    model: Decoder
+    idx: Tensor
+    solver: str
+    passes: int
+    n_groups: int
+
+    def __call__(self):
+        return prefill(self.model, self.idx, self.solver, self.passes, self.n_groups)
+
+
+def synchronise(device: str):
+    """Wait until the device has done all that it was given."""
+    kind = torch.device(device).type
+    if kind != "cpu":
+        getattr(torch, kind).synchronize()
+
+
+def measure(run_once: Callable, device: str, warmups: int, trials: int, n_tokens: int) -> dict:
+    """Seconds of warm-up and of each trial, their median, and n_tokens over it."""
+    began = time.perf_counter()
+    for _ in range(warmups):
+        run_once()
+    synchronise(device)
+    warmup_seconds = time.perf_counter() - began
+    seconds = []
+    for _ in range(trials):
+        synchronise(device)
+        began = time.perf_counter()
+        run_once()
+        synchronise(device)
+        seconds.append(time.perf_counter() - began)
+    median = statistics.median(seconds)
+    return {"warmups": warmups, "warmup_seconds": warmup_seconds, "trials": trials,
+            "trial_seconds": seconds, "median_seconds": median,
+            "tokens_per_second": n_tokens / median}
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+def machine(device: str, dtype: torch.dtype) -> str:
+    """What the times were taken with, in words."""
+    threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+    return (f"{device_name(device)}{threads}, torch {torch.__version__}, "
+            f"{str(dtype).removeprefix('torch.')}")
 
 
 # ---- shared by the commands
@@ -274,7 +486,7 @@ def write_json(path: str | None, results: dict):
         raise UserError(f"json={path}: cannot write there ({error.strerror})") from None
 
 
-COMMANDS = {"flops": flops}
+COMMANDS = {"flops": flops, "prefill": prefill_command}
 
 
 def main(argv: list[str]):

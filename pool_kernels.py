@@ -40,8 +40,8 @@ from torch import Tensor
 # small products do not divide among warps, so "weights" has one and many programs.
 CONFIGS = {
     "unit": (4, None, 4, 1, None),
-    "mix": (1, 8192, 8, 1, 128),
-    "weights": (1, 1024, 1, 2, None),
+    "mix": (2, 8192, 8, 2, 128),
+    "weights": (1, 1024, 1, 3, None),
     "radial": (4, None, 4, 1, None),
     "states": (528, 1024, 4, 3, None),
 }

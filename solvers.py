@@ -156,7 +156,7 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
         raise ValueError(f"n_groups={n_groups}: at least 1 is needed")
     groups = model.rows(idx, doc).split(n_groups)
     x = model.embed_tokens(idx)
-    xs = [x[:, rows.columns] for rows in groups]  # (B, T/g, D) each
+    xs = [x[:, rows.columns].contiguous() for rows in groups]  # (B, T/g, D) each
     parts = [initial(x, model) for x in xs]
     report = Report(tol=tol)
     cache = None
