@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -213,7 +211,7 @@ class FlopsConfig:
 def flops(argv: list[str]):
     """Count the FLOP per token of the paper's models."""
     c = parse(FlopsConfig(), argv, "python bench.py flops: FLOP per token, without the head")
-    at_least_one(c, "block_size")
+    check(c, "block_size")
     results = {}
     for name, (sizes, paper) in PAPER.items():
         config = ModelConfig(**sizes)
@@ -350,7 +348,7 @@ def prefill_command(argv: list[str]):
     """Passes and time of Jacobi, cyclic and autoregressive prefill."""
     c = parse(PrefillConfig(), argv, "python bench.py prefill: passes and time of every schedule "
               "to within 1 % of the exact perplexity")
-    at_least_one(c, "block_size", "rows", "batch_size", "max_passes", "trials", "warmups")
+    check(c, "block_size", "rows", "batch_size", "max_passes", "trials", "warmups")
     device = pick_device(c.device)
     dtype = pick_dtype(c.dtype, device)
     model, x, y = load(c, device)
@@ -391,11 +389,12 @@ def schedule_line(r: dict, exact: float, limit: int) -> str:
     """A row of the first table."""
     name = {"jacobi": "Jacobi", "autoregressive": "token by token"}.get(r["solver"], "")
     ppl = r["perplexities"][-1]
-    head = f"{r['g']:6d}  {r['passes'] or '>' + str(limit):>6}  {ppl:10.3f}  {ppl / exact - 1:+6.2%}"
+    passes = r["passes"] or f">{limit}"
+    head = f"{r['g']:6d}  {passes:>6}  {ppl:10.3f}  {ppl / exact - 1:+6.2%}"
     if r["passes"] is None:
         return f"{head}   {'-':>10s}   {'-':>10s}  {name}"
     return (f"{head}   {r['seconds_per_sequence']:10.5f}   {r['tokens_per_second']:10,.0f}  "
-            f"{name}")
+            f"{name}".rstrip())
 
 
 def residuals(model: Decoder, x: Tensor, groups: list[int], passes: int) -> dict[int, list[float]]:
@@ -464,12 +463,14 @@ def machine(device: str, dtype: torch.dtype) -> str:
 
 # ---- shared by the commands
 
-def at_least_one(c, *names: str):
-    """Raise UserError for numbers below 1."""
-    for name in names:
+def check(c, *at_least_one: str):
+    """Raise UserError for numbers below 1, and for a file that cannot be written in the end."""
+    for name in at_least_one:
         value = getattr(c, name)
         if value is not None and value < 1:
             raise UserError(f"{name}={value}: at least 1 is needed")
+    if c.json not in (None, "-") and not Path(c.json).absolute().parent.is_dir():
+        raise UserError(f"json={c.json}: there is no such folder")
 
 
 def write_json(path: str | None, results: dict):
