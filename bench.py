@@ -31,17 +31,9 @@ import model as model_module
 from configurator import UserError, parse, run
 from model import Decoder, ModelConfig
 from pool import build
-from sample import prefill, step
 from solvers import cyclic, interleave, solve
-from train import (
-    TokenRows,
-    TrainConfig,
-    load_meta,
-    load_model,
-    model_config,
-    pick_device,
-    pick_dtype,
-)
+
+# train.py and sample.py are imported where they are used, as train.py needs `flops_per_token`
 
 MODES = ("training", "prefill", "decode")
 PREFILL = dict(passes=3, n_groups=8)  # the paper's evaluation setting
@@ -143,38 +135,41 @@ class Tally:
 
 
 class Weightless:
-    """Makes a model on the meta device take real indices, so that its pairs can be counted."""
+    """Lets a model on the meta device take real indices, so that its pairs can be counted."""
 
     def __init__(self, model: Decoder):
-        self.of_model = model.place, model.embed_tokens
-        model.place, model.embed_tokens = self.place, self.embed_tokens
+        self.device = model.embed.device
+        self.place, self.embed_tokens = model.place, model.embed_tokens
+        model.place, model.embed_tokens = self.placed, self.embedded
 
-    def place(self, *args) -> attention.Rows:
-        rows = self.of_model[0](*args)
-        return replace(rows, cos=rows.cos.to("meta"), sin=rows.sin.to("meta"))
+    def placed(self, *args) -> attention.Rows:
+        rows = self.place(*args)
+        return replace(rows, cos=rows.cos.to(self.device), sin=rows.sin.to(self.device))
 
-    def embed_tokens(self, idx: Tensor) -> Tensor:
-        return self.of_model[1](idx.to("meta"))
+    def embedded(self, idx: Tensor) -> Tensor:
+        return self.embed_tokens(idx.to(self.device))
 
 
-def count_flops(config: ModelConfig, block_size: int, mode: str) -> float:
+def count_flops(config: ModelConfig, block_size: int, mode: str, device: str = "meta") -> float:
     """FLOP per token in `mode`, without the head, counted while the real code runs.
 
-    All matrix products are counted by PyTorch's FlopCounterMode, on the meta device: the code
-    runs, the arithmetic does not. Attention is counted by `Tally` in place of the kernel: its
+    All matrix products are counted by PyTorch's FlopCounterMode; on the meta device the code runs
+    and the arithmetic does not. Attention is counted by `Tally` in place of the kernel: its
     number of (query, visible key) pairs, from the very intervals that the kernel would get, times
     4 H d; its backward pass, where one runs, is taken as 2.5 forward ones, as PyTorch's formula
     for flash attention does. Norms, RoPE, activations and sums count as nothing.
     """
-    with torch.device("meta"):
+    from sample import prefill, step
+
+    with torch.device(device):
         model = build(replace(config, eos_id=None))
     Weightless(model)
     idx = torch.zeros(1, block_size, dtype=torch.long)
     tally, counter = Tally(), FlopCounterMode(display=False)
     # a count per module is not wanted, and its hooks fail on parameters used without gradients
     counter.mod_tracker = MagicMock(parents={"Global"})
-    cache = model.new_cache(1, block_size, like=model.embed)
-    with ExitStack() as stack:
+    cache = model.new_cache(1, block_size, like=model.embed)  # for decoding, not counted
+    with ExitStack() as stack, torch.set_grad_enabled(mode == "training"):
         for module in (attention, model_module):
             stack.enter_context(patch.object(module, "attend", tally.attend))
         stack.enter_context(counter)
@@ -182,13 +177,11 @@ def count_flops(config: ModelConfig, block_size: int, mode: str) -> float:
             total = solve(model, idx).final.sum()
             tally.in_backward = True
             total.backward()
-            return (counter.get_total_flops() + tally.flops) / block_size
-        with torch.no_grad():
-            if mode == "prefill":
-                prefill(model, idx, **PREFILL)
-                return (counter.get_total_flops() + tally.flops) / block_size
+        elif mode == "prefill":
+            prefill(model, idx, **PREFILL)
+        else:
             step(model, cache, idx[:, 0], torch.tensor([block_size - 1]), torch.tensor([0]))
-            return counter.get_total_flops() + tally.flops
+    return (counter.get_total_flops() + tally.flops) / (1 if mode == "decode" else block_size)
 
 
 PAPER = {  # section "Compute cost", T = 2048: GFLOP per token in training, prefill, decode
@@ -205,6 +198,7 @@ class FlopsConfig:
     """What `bench.py flops` takes."""
 
     block_size: int = key(2048, "T, tokens per row and in the cache; the paper's is 2048")
+    count: bool = key(True, "run the code and count too (half a minute), not only the formula")
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
@@ -219,7 +213,7 @@ def flops(argv: list[str]):
             n_params = build(config).n_params()
         results[name] = {"params": n_params, "modes": {mode: {
             "formula": flops_per_token(config, c.block_size, mode) / 1e9,
-            "counted": count_flops(config, c.block_size, mode) / 1e9,
+            "counted": count_flops(config, c.block_size, mode) / 1e9 if c.count else None,
             "paper": printed if c.block_size == 2048 else None}
             for mode, printed in zip(MODES, paper)}}
     base = results["vanilla L=16"]["modes"]
@@ -232,7 +226,8 @@ def flops(argv: list[str]):
             paper = "" if r["paper"] is None else (
                 f"{r['paper']:6.3f} {r['paper'] / base[mode]['paper']:5.2f} "
                 f"{100 * (r['formula'] / r['paper'] - 1):+7.1f}%")
-            print(f"{label:17s} {n_params:>11s}  {mode:8s} {r['counted']:8.4f} "
+            counted = "-" if r["counted"] is None else f"{r['counted']:.4f}"
+            print(f"{label:17s} {n_params:>11s}  {mode:8s} {counted:>8s} "
                   f"{r['formula']:8.4f} {r['formula'] / base[mode]['formula']:5.2f} {paper}")
             label = n_params = ""
     print(FOOTNOTE)
@@ -273,13 +268,18 @@ class PrefillConfig:
 
 def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
     """A float32 model, and held-out tokens and targets (rows, T) for it."""
+    from train import TokenRows, TrainConfig, load_meta, load_model, model_config
+
     if c.out_dir is None:
         torch.manual_seed(c.seed)
         settings = parse(TrainConfig(), [str(Path(__file__).parent / "config/tiny.py")], "")
         config = model_config(settings, {"vocab_size": 257, "eos_id": 256})
         T = c.block_size or settings.block_size
-        xy = torch.randint(256, (c.rows, T + 1))
-        return build(config).to(device).eval(), xy[:, :-1].to(device), xy[:, 1:].to(device)
+        xy = torch.randint(256, (c.rows, T + 1)).to(device)
+        model = build(config)
+        for branch in (model.kv_pool.key, model.kv_pool.value):
+            torch.nn.init.normal_(branch.router, std=0.02)  # at 0, the mixture would be fixed
+        return model.to(device).eval(), xy[:, :-1], xy[:, 1:]
     model, checkpoint = load_model(c.out_dir, device)
     if not model.iterates:
         raise UserError(f"{c.out_dir}: kv={model.config.kv} is exact in one pass, there is no "
@@ -346,6 +346,8 @@ def passes_needed(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_group
 @torch.no_grad()
 def prefill_command(argv: list[str]):
     """Passes and time of Jacobi, cyclic and autoregressive prefill."""
+    from train import pick_device, pick_dtype
+
     c = parse(PrefillConfig(), argv, "python bench.py prefill: passes and time of every schedule "
               "to within 1 % of the exact perplexity")
     check(c, "block_size", "rows", "batch_size", "max_passes", "trials", "warmups")
@@ -420,6 +422,8 @@ class Prefill:
     n_groups: int
 
     def __call__(self):
+        from sample import prefill
+
         return prefill(self.model, self.idx, self.solver, self.passes, self.n_groups)
 
 
