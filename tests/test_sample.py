@@ -170,7 +170,7 @@ def test_batch_equals_each_alone(system):
     alone = [collect(model, [p], 12)[0] for p in prompts]
     assert collect(model, prompts, 12) == alone
     if model.iterates:
-        assert collect(model, prompts, 12, solver="jacobi", passes=99) == collect(
+        assert collect(model, prompts, 12, solver="jacobi", passes=11) == collect(
             model, prompts, 12, solver="autoregressive")
 
 
@@ -234,8 +234,8 @@ def test_padded_vocabulary(tmp_path, capsys):
     path = save(tmp_path / "ckpt.pt", model)
     read = run_main(capsys, f"out_dir={path}", "temperature=0", "max_new_tokens=5", "start=x")
     assert read.out.startswith("x")
-    ids = collect(model, [[120]], 20, n_ids=257, temperature=1)[0]
-    assert max(ids) <= 256 and len(ids) == 20
+    assert min(collect(model, [[120]], 9)[0]) >= 300
+    assert max(collect(model, [[120]], 20, n_ids=257, temperature=1)[0]) <= 256
 
 
 @pytest.mark.parametrize("cut, ending", [(0, "né🙂"), (2, "né\ufffd")])
