@@ -183,6 +183,7 @@ class _Write(torch.autograd.Function):
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, link, q, sink_k, sink_v, tape, channel, rows):
+        ctx.set_materialize_grads(False)
         ctx.tape, ctx.channel, ctx.rows, ctx.n = tape, channel, rows, len(tape.overwritten)
         k, v, lse = tape.k[channel], tape.v[channel], None
         if is_fast(q):
@@ -195,6 +196,8 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out, d_link):
         tape, j, rows = ctx.tape, ctx.channel, ctx.rows
+        if d_out is None:  # nobody read it: the last block, in a pass before the last
+            return d_link, *(None,) * 6
         tape.rewind(ctx.n)
         k, v, (dk, dv) = tape.k[j], tape.v[j], (total[j] for total in tape.gradient())
         q, sink_k, sink_v, out, lse = ctx.saved_tensors

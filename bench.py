@@ -94,8 +94,8 @@ def flops_per_token(config: ModelConfig, block_size: int, mode: str, head: bool 
     n = c.n_grad
     total += n * (2 * stack + ATTENTION_BACKWARD * attended)
     total += 2 * ((1 + n - last) * pool + dummy)
-    # what the last block adds after its attention is no source: only the last pass's has a use
-    return total - 2 * (n - 1) * after
+    # the last block's output is no source: its backward runs in the last pass only
+    return total - (n - 1) * (2 * stack + ATTENTION_BACKWARD * attended) / c.n_layer
 
 
 # ---- FLOP per token by running the code
@@ -239,8 +239,7 @@ FOOTNOTE = """
 Parameters are without the embedding. Attention counts the keys that a token can see.
 WhiteMatter's prefill is below the paper's by one evaluation of the pool: 3 passes that leave a
 cache take 4 (of H(0), and of each pass), the paper's figures equal 5. Its training figures equal
-6 such evaluations forward, we need 4 6/8; and the last block, whose output is no source, has no
-backward in any pass but the last. Ours has one for its attention and queries, of zeros."""
+6 such evaluations forward, we need 4 6/8."""
 
 
 # ---- prefill: passes and time of every schedule (section "Prefill convergence and runtime")

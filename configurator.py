@@ -56,7 +56,9 @@ def parse(defaults, argv: list[str], usage: str):
         key = key.replace("-", "_")
         if key not in types_of:
             raise UserError(unknown(key, types_of, f"--{key}"))
-        if not sep:
+        if not sep and bool in (types_of[key], *typing.get_args(types_of[key])):
+            text = "true"
+        elif not sep:
             raise UserError(f"--{key} needs a value: --{key}={show(getattr(defaults, key))}")
         overrides[key] = convert(text, types_of[key], f"--{key}={text}")
     return dataclasses.replace(defaults, **(from_files | overrides))
@@ -115,7 +117,8 @@ def convert(value, kind, where: str):
 
 
 def show(value) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def describe(defaults) -> str:

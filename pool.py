@@ -82,7 +82,7 @@ class Branch(nn.Module):
         xi = h[:, :, self.inputs].flatten(2)  # (B, T, L' D), sources in increasing order
         return linear(xi, self.router).unflatten(-1, self.bias.shape) + self.bias.to(h.dtype)
 
-    def forward(self, unit: Tensor) -> Tensor:
+    def channels(self, unit: Tensor) -> Tensor:
         """Sources of unit RMS (B, T, L, D) -> projected channels (k, B, T, E)."""
         h = scale(unit, self.pre_norm)
         mixed = torch.einsum("btkl,btld->btkd", self.weights(h), h)
@@ -108,22 +108,22 @@ class Pool(nn.Module):
         self.value.init_weights()
         nn.init.normal_(self.dummy, std=0.02)
 
-    def forward(self, h: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def channels(self, h: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """L states (B, T, D) -> rotated, normed keys and raw values, both (k, B, T, Hkv, d)."""
         if pool_kernels is not None and is_fast(h[0]):
             projected = pool_kernels.pool(h, self.key, self.value)  # (2, k, B, T, E)
             k, v = projected.unflatten(-1, self.heads).unbind()
         else:
             unit = rms_norm(torch.stack(h, 2), None)  # one statistic per source, for both branches
-            k = self.key(unit).unflatten(-1, self.heads)
-            v = self.value(unit).unflatten(-1, self.heads)
+            k = self.key.channels(unit).unflatten(-1, self.heads)
+            v = self.value.channels(unit).unflatten(-1, self.heads)
         return norm_rotate(k, self.key_norm[:, None, None, None], cos, sin), v
 
     def dummy_channels(self) -> tuple[Tensor, Tensor]:
         """Keys and values (k, Hkv, d) of the dummy: at position 0, its own state at all sources."""
         h = self.dummy.to(compute_dtype(self.key.proj)).expand(1, 1, -1)
         pos = torch.zeros(1, 1, dtype=torch.long, device=h.device)
-        k, v = self([h] * self.n_sources, *rotary_tables(pos, self.heads[1]))
+        k, v = self.channels([h] * self.n_sources, *rotary_tables(pos, self.heads[1]))
         return k[:, 0, 0], v[:, 0, 0]
 
 
@@ -146,7 +146,7 @@ class WhiteMatter(Decoder):
 
     def pool(self, h: list[Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """h[0..L], as `states` returns them -> channels (k, B, T, Hkv, d)."""
-        return self.kv_pool(h[:self.kv_pool.n_sources], rows.cos, rows.sin)
+        return self.kv_pool.channels(h[:self.kv_pool.n_sources], rows.cos, rows.sin)
 
     def new_cache(self, B: int, S: int, like: Tensor) -> Cache:
         empty = super().new_cache(B, S, like)

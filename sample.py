@@ -260,7 +260,6 @@ def check(c: SampleConfig):
 
 
 def main(argv: list[str]):
-    argv = [a + "=true" if a in ("--exact", "--ignore_eos") else a for a in argv]
     c = parse(SampleConfig(), argv, __doc__)
     check(c)
     start = read_start(c.start)

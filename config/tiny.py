@@ -15,3 +15,4 @@ n_kv_head = 2
 head_dim = 32
 n_hidden = 384
 n_channels = 4
+n_groups = 4  # half the paper's 8: on a CPU it is the number of small operations that costs
