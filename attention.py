@@ -49,14 +49,18 @@ class Rows:
         """The strided groups {i : i mod g = q}; groups beyond T are left out."""
         return [self.at(slice(q, None, g)) for q in range(min(g, self.start.size(1)))]
 
-    def mask(self, n_keys: int, n_repeat: int, sink: bool) -> Tensor:
-        """(B, 1, T * n_repeat, [1 +] n_keys) bool; built once, every layer uses it again."""
-        key = (n_keys, n_repeat, sink)
+    def mask(self, n_keys: int, n_repeat: int, sink: bool, dtype: torch.dtype) -> Tensor:
+        """(B, 1, T * n_repeat, [1 +] n_keys), 0 where a query reads and -inf where not.
+
+        Built once; every layer uses it again.
+        """
+        key = (n_keys, n_repeat, sink, dtype)
         if key not in self._masks:
             j = torch.arange(n_keys, device=self.start.device)
-            mask = (self.start[..., None] <= j) & (j < self.stop[..., None])
-            mask = F.pad(mask, (1, 0), value=True) if sink else mask
-            self._masks[key] = mask.repeat_interleave(n_repeat, dim=1).unsqueeze(1)
+            reads = (self.start[..., None] <= j) & (j < self.stop[..., None])
+            reads = F.pad(reads, (1, 0), value=True) if sink else reads
+            reads = reads.repeat_interleave(n_repeat, dim=1).unsqueeze(1)
+            self._masks[key] = torch.zeros_like(reads, dtype=dtype).masked_fill(~reads, -torch.inf)
         return self._masks[key]
 
 
@@ -76,7 +80,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink: Sink | None = None
     Hkv, G = k.size(2), H // k.size(2)
     # the G query heads that share a key-value head become rows: one large product per key head
     q = q.view(B, T, Hkv, G, d).transpose(1, 2).reshape(B, Hkv, T * G, d)
-    mask = rows.mask(k.size(1), G, sink is not None)
+    mask = rows.mask(k.size(1), G, sink is not None, q.dtype)
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, Hkv, S, d)
     if sink is not None:
         k, v = (torch.cat((s[None, :, None].expand(B, -1, -1, -1), t), dim=2)

@@ -18,6 +18,7 @@ import gc
 import json
 import math
 import os
+import pickle
 import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -341,7 +342,9 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
                           for name, tensor in state["model"].items()}
         state["model_config"], state["meta"]
     except Exception as error:
-        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        # torch's own words for a file that would run code on loading advise to allow it
+        reason = "holds something other than tensors and plain values" \
+            if isinstance(error, pickle.UnpicklingError) else type(error).__name__
         raise UserError(f"{path}: not a checkpoint of train.py, or damaged ({reason})") from None
     return state
 
