@@ -265,7 +265,7 @@ def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
 
 
 def make_optimizers(model: Decoder, c: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Muon for the blocks' and routers' matrices, AdamW for all else (SPEC of section 4.1)."""
+    """Muon for the blocks' and routers' matrices, AdamW for all else (section 4.1)."""
     muon, projections, rest = [], [], []
     for name, p in model.named_parameters():
         if (p.dim() == 2 and name.startswith("blocks.")) or name.endswith(".router"):
