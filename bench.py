@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest.mock import MagicMock, patch
 
@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attention
 import model as model_module
-from configurator import UserError, parse, run
+from configurator import UserError, key, parse, run
 from model import Decoder, ModelConfig
 from pool import build
 from solvers import cyclic, interleave, solve
@@ -38,10 +38,6 @@ from solvers import cyclic, interleave, solve
 MODES = ("training", "prefill", "decode")
 PREFILL = dict(passes=3, n_groups=8)  # the paper's evaluation setting
 ATTENTION_BACKWARD = 2.5  # of its forward: five products for two, as in flash attention
-
-
-def key(default, help: str):
-    return field(default=default, metadata={"help": help})
 
 
 # ---- FLOP per token by closed form

@@ -24,6 +24,11 @@ class UserError(Exception):
     """Something that the user can mend: what is wrong, the value, what is accepted."""
 
 
+def key(default, help: str):
+    """A field of a dataclass of settings, with what --help says about it."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 def run(main, argv: list[str] | None = None):
     """Call main(argv); a UserError becomes one line on stderr (of rank 0) and exit status 1."""
     try:

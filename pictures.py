@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, parse, run
-from train import key
+from configurator import UserError, key, parse, run
 
 PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"
 

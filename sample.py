@@ -18,14 +18,14 @@ import codecs
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from attention import Cache
-from configurator import UserError, parse, run
+from configurator import UserError, key, parse, run
 from model import Decoder
 from prepare_data import Tokenizer, get_tokenizer
 from solvers import Report, Solution, autoregressive, cyclic, jacobi, one_pass
@@ -34,10 +34,6 @@ from train import load_model, pick_device, pick_dtype
 SOLVERS = ("cyclic", "jacobi", "autoregressive")
 # --exact ends at these relative residuals: about where rounding takes over
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-
-
-def key(default, help: str):
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass

@@ -20,7 +20,7 @@ import math
 import os
 import pickle
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -31,14 +31,10 @@ from torch import Tensor
 import model as model_module
 import pool as pool_module
 import prepare_data
-from configurator import UserError, parse, run
+from configurator import UserError, key, parse, run
 from model import Decoder, ModelConfig, set_compute_copies
 from pool import build
 from solvers import solve
-
-
-def key(default, help: str):
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass
