@@ -27,14 +27,14 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 
-from configurator import UserError, parse, run
+from configurator import UserError, key, parse, run
 
 SPLITS = ("train", "val", "test")
 FORMATS = (".txt", ".jsonl")
@@ -43,21 +43,16 @@ PIECE = 2**18  # characters that are tokenised at a time: bounds memory, and tim
 LOAD_SECONDS = 20  # tiktoken's own download waits for ever
 
 
-def setting(default, text: str):
-    """A field of the configuration with the text that --help prints."""
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class PrepareConfig:
     """What the command line takes."""
 
-    input: str = setting("", "files and folders, comma separated; empty: Python's own English")
-    tokenizer: str = setting("bytes", "bytes, gpt2 or another name that tiktoken knows")
-    out_dir: str = setting("", "empty: data/NAME, after the input")
-    val_fraction: float = setting(0.05, "of the documents, for val.bin")
-    test_rows: int = setting(0, f"as many last rows of {ROW} tokens become test.bin; paper: 5000")
-    seed: int = setting(1337, "of the choice of val.bin and of the default corpus's order")
+    input: str = key("", "files and folders, comma separated; empty: Python's own English")
+    tokenizer: str = key("bytes", "bytes, gpt2 or another name that tiktoken knows")
+    out_dir: str = key("", "empty: data/NAME, after the input")
+    val_fraction: float = key(0.05, "of the documents, for val.bin")
+    test_rows: int = key(0, f"as many last rows of {ROW} tokens become test.bin; paper: 5000")
+    seed: int = key(1337, "of the choice of val.bin and of the default corpus's order")
 
 
 # --- tokenizers
