@@ -7,7 +7,9 @@ WhiteMatter), H query heads, Hkv key-value heads, G = H / Hkv, d head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,9 @@ from torch import Tensor
 
 try:  # the fast path; Triton comes with PyTorch's CUDA builds
     import kernels
+    import norm_kernels
 except ImportError:
-    kernels = None
+    kernels = norm_kernels = None
 
 Sink = tuple[Tensor, Tensor]  # one more key and value (Hkv, d) that every query reads: the dummy
 
@@ -99,13 +102,15 @@ class Cache:
     reads add to it, a write takes its own part out. So a backward pass uses a cache up.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, sink: Sink | None = None):
+    def __init__(self, k: Tensor, v: Tensor, sink: Sink | None = None, weights=None):
         self.k, self.v, self.sink = k, v, sink  # sink: the dummy's channels, (C, Hkv, d) each
-        # taken apart once: C separate selections would each backpropagate C channels of zeros
-        self.sinks = list(zip(*(s.unbind() for s in sink))) if sink else [None] * len(k)
-        self.tape = _Tape(k, v)
-        # threads all operations on the tape, so that autograd reverses them in order
-        self.link = k.new_empty(0, requires_grad=True)
+        self.weights = weights  # of the model that fills it, made ready for many writes
+        self.sinks = (list(zip(*(s.detach().unbind() for s in sink))) if sink
+                      else [None] * len(k))
+        self.tape = _Tape(k, v, sink)
+        # threads all operations on the tape, so that autograd reverses them in order; the sink's
+        # gradient is complete when it gets back to its beginning
+        self.link = Collect.apply(self.tape.sink_gradient, k, *(sink or ())).requires_grad_()
 
     def put(self, columns: slice | Tensor, k: Tensor, v: Tensor,
             channel: int | slice = slice(None)):
@@ -118,26 +123,50 @@ class Cache:
         else:
             self.k[where], self.v[where] = k, v
 
+    def put_projected(self, rows: Rows, projected: Tensor, gain: Tensor):
+        """Write (2, C, B, T, Hkv d) keys and values as projected: the keys are normed with gains
+        (C, d) and rotated on their way. Where `is_fast`."""
+        if torch.is_grad_enabled():
+            self.link = _WriteProjected.apply(self.link, projected, gain, self.tape, rows)
+        else:
+            norm_kernels.store(projected, gain, rows.cos, rows.sin, rows.columns, self.k, self.v)
+
     def attend(self, q: Tensor, channel: int, rows: Rows) -> Tensor:
         """Attention of q (B, T, H, d) on a channel, and on the dummy if there is one."""
-        sink = self.sinks[channel]
         if not torch.is_grad_enabled():
-            return attend(q, self.k[channel], self.v[channel], rows, sink)
-        out, self.link = _Read.apply(self.link, q, *(sink or (None, None)), self.tape, channel,
-                                     rows)
+            return attend(q, self.k[channel], self.v[channel], rows, self.sinks[channel])
+        out, self.link = _Read.apply(self.link, q, self.tape, channel, rows, self.sinks[channel])
         return out
+
+
+class Collect(torch.autograd.Function):
+    """Hands tensors the gradients that others add up on the side, and asks for them last of all.
+
+    Those others take the (empty) result as an input, and give it on or nothing back for it.
+    """
+
+    @staticmethod
+    def forward(ctx, gradients: Callable, like, *tensors):
+        ctx.gradients = gradients
+        return like.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, _):
+        return None, None, *ctx.gradients()
 
 
 class _Tape:
     """What writes and reads remember of a cache: its storage and the running gradient of it."""
 
-    def __init__(self, k: Tensor, v: Tensor):
+    def __init__(self, k: Tensor, v: Tensor, sink: Sink | None):
         self.k, self.v, self.dk, self.dv = k, v, None, None
-        self.overwritten = []  # by each write so far, less those taken back
-        # what was written last to each of g strided groups: it need not be copied to be kept
+        self.sink, self.dsink = sink, None
+        self.undo = []  # how to put back what each write so far overwrote
+        self.untouched = True  # nothing was read yet: what is overwritten need not be kept
+        # the last write to each of g strided groups: to undo the next one, it is done again
         self.n_groups, self.latest = 0, {}
 
-    def write(self, where: tuple, k: Tensor, v: Tensor) -> int:
+    def write(self, where: tuple, write: Callable) -> int:
         """Returns the number of writes so far, which names the state of the cache after it."""
         channel, _, columns = where
         g, q = 0, None
@@ -146,20 +175,27 @@ class _Tape:
             g = g if 0 <= q < g else 0
         if g != self.n_groups:  # another partition of the row
             self.n_groups, self.latest = g, {}
-        old = self.latest.get(q) or (self.k[where].clone(), self.v[where].clone())
-        self.overwritten.append((where, old))
+        undo = None
+        if not self.untouched:
+            undo = self.latest.get(q) or partial(
+                self.assign, where, self.k[where].clone(), self.v[where].clone())
+        self.undo.append(undo)
         if g:
-            self.latest[q] = k.detach(), v.detach()
+            self.latest[q] = write
+        write()
+        return len(self.undo)
+
+    def assign(self, where: tuple, k: Tensor, v: Tensor):
         self.k[where], self.v[where] = k, v
-        return len(self.overwritten)
 
     def rewind(self, n: int):
         """Back to the state after n writes."""
-        if len(self.overwritten) < n:
+        if len(self.undo) < n:
             raise RuntimeError("a cache can be backpropagated through once: solve again")
-        while len(self.overwritten) > n:
-            where, old = self.overwritten.pop()
-            self.k[where], self.v[where] = old
+        while len(self.undo) > n:
+            undo = self.undo.pop()
+            if undo is not None:
+                undo()
 
     def gradient(self) -> tuple[Tensor, Tensor]:
         """dk, dv: a running sum like the cache and, as autograd's own sums, in its precision."""
@@ -167,11 +203,25 @@ class _Tape:
             self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
         return self.dk, self.dv
 
+    def sink_sums(self, rows: int = 1) -> Tensor:
+        """Running sums (C, 2, rows, Hkv, d) of the gradients of the dummy's keys and values."""
+        if self.dsink is None:
+            (C, Hkv, d), like = self.sink[0].shape, self.sink[0]
+            dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+            self.dsink = torch.zeros(C, 2, rows, Hkv, d, dtype=dtype, device=like.device)
+        return self.dsink
+
+    def sink_gradient(self) -> tuple[Tensor, ...]:
+        if self.sink is None:
+            return ()
+        return self.sink_sums().sum(2).to(self.sink[0].dtype).unbind(1)
+
 
 class _Write(torch.autograd.Function):
     @staticmethod
     def forward(ctx, link, k, v, tape, where):
-        ctx.tape, ctx.where, ctx.n = tape, where, tape.write(where, k, v)
+        write = partial(tape.assign, where, k.detach(), v.detach())
+        ctx.tape, ctx.where, ctx.n = tape, where, tape.write(where, write)
         return link.clone()
 
     @staticmethod
@@ -184,39 +234,59 @@ class _Write(torch.autograd.Function):
         return d_link, *grads, None, None
 
 
+class _WriteProjected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, link, projected, gain, tape, rows):
+        ctx.how = gain, rows.cos, rows.sin, rows.columns
+        ctx.save_for_backward(projected)
+        write = partial(norm_kernels.store, projected.detach(), *ctx.how, tape.k, tape.v)
+        ctx.tape, ctx.n = tape, tape.write((slice(None), slice(None), rows.columns), write)
+        return link.clone()
+
+    @staticmethod
+    def backward(ctx, d_link):
+        ctx.tape.rewind(ctx.n - 1)
+        grads = norm_kernels.take(*ctx.saved_tensors, *ctx.how, *ctx.tape.gradient())
+        return d_link, *grads, None, None
+
+
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, link, q, sink_k, sink_v, tape, channel, rows):
+    def forward(ctx, link, q, tape, channel, rows, sink):
         ctx.set_materialize_grads(False)
-        ctx.tape, ctx.channel, ctx.rows, ctx.n = tape, channel, rows, len(tape.overwritten)
+        ctx.tape, ctx.channel, ctx.rows, ctx.sink = tape, channel, rows, sink
+        ctx.n, tape.untouched = len(tape.undo), False
         k, v, lse = tape.k[channel], tape.v[channel], None
         if is_fast(q):
-            out, lse = kernels.attention_forward(q, k, v, rows.start, rows.stop, sink_k, sink_v)
+            out, lse = kernels.attention_forward(q, k, v, rows.start, rows.stop, *(sink or ()))
         else:
-            out = attend(q, k, v, rows, None if sink_k is None else (sink_k, sink_v))
-        ctx.save_for_backward(q, sink_k, sink_v, out if lse is not None else None, lse)
+            out = attend(q, k, v, rows, sink)
+        ctx.save_for_backward(q, out if lse is not None else None, lse)
         return out, link.clone()
 
     @staticmethod
     def backward(ctx, d_out, d_link):
         tape, j, rows = ctx.tape, ctx.channel, ctx.rows
         if d_out is None:  # nobody read it: the last block, in a pass before the last
-            return d_link, *(None,) * 6
+            return d_link, *(None,) * 5
         tape.rewind(ctx.n)
         k, v, (dk, dv) = tape.k[j], tape.v[j], (total[j] for total in tape.gradient())
-        q, sink_k, sink_v, out, lse = ctx.saved_tensors
+        q, out, lse = ctx.saved_tensors
         if lse is not None:
-            dq, *d_sink = kernels.attention_backward(d_out, q, k, v, out, lse, rows.start,
-                                                     rows.stop, sink_k, sink_v, dk, dv)
-        else:  # once more, with gradients
-            inputs = [q, k, v] + ([] if sink_k is None else [sink_k, sink_v])
-            with torch.enable_grad():
-                inputs = [t.detach().requires_grad_() for t in inputs]
-                out = attend(*inputs[:3], rows, tuple(inputs[3:]) or None)
-            dq, *d_kv, = torch.autograd.grad(out, inputs, d_out)
-            dk += d_kv[0]
-            dv += d_kv[1]
-            d_sink = d_kv[2:] or (None, None)
-        if sink_k is not None:
-            d_sink = (d.to(sink_k.dtype) for d in d_sink)
-        return d_link, dq, *d_sink, None, None, None
+            dsink = None
+            if ctx.sink is not None:
+                n_rows = kernels.sink_rows(*k.shape[:2], q.size(2), k.size(2))
+                dsink = tape.sink_sums(n_rows)[j]
+            dq = kernels.attention_backward(d_out, q, k, v, out, lse, rows.start, rows.stop,
+                                            *(ctx.sink or (None, None)), dk, dv, dsink)
+            return d_link, dq, *(None,) * 4
+        # once more, with gradients
+        inputs = [t.detach().requires_grad_() for t in (q, k, v, *(ctx.sink or ()))]
+        with torch.enable_grad():
+            out = attend(*inputs[:3], rows, tuple(inputs[3:]) or None)
+        dq, *d_kv = torch.autograd.grad(out, inputs, d_out)
+        dk += d_kv[0]
+        dv += d_kv[1]
+        for i, d in enumerate(d_kv[2:]):
+            tape.sink_sums()[j, i] += d
+        return d_link, dq, *(None,) * 4

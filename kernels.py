@@ -144,6 +144,11 @@ def row_dot(a, b, D1: tl.constexpr):
 
 
 @triton.jit
+def add_row(ptr, x):
+    tl.store(ptr, tl.load(ptr) + x)
+
+
+@triton.jit
 def visible(start, stop, j):
     return (start <= j) & (j < stop)
 
@@ -278,9 +283,9 @@ def merge_kernel(part, part_lse2, out, lse2, B, Tq, H, Hkv, G: tl.constexpr, P: 
 
 @triton.jit
 def dq_kernel(q, out, do, k0, k1, v0, v1, dq0, dq1, lse2, delta, dsink,
-              start, stop, sink_k, sink_v, scale, scale2, Tq, Hkv, G: tl.constexpr, P: tl.constexpr,
-              SINK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr, EDGES: tl.constexpr):
+              start, stop, sink_k, sink_v, scale, scale2, Tq, Hkv, sink_rows, G: tl.constexpr,
+              P: tl.constexpr, SINK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGES: tl.constexpr):
     """dq of a block of packed rows; on the way delta = rowsum(do * out), which the next kernel
     needs too, and the block's part of the sink's gradients."""
     d: tl.constexpr = D0 + D1
@@ -302,17 +307,17 @@ def dq_kernel(q, out, do, k0, k1, v0, v1, dq0, dq1, lse2, delta, dsink,
     if SINK:  # one more column
         p_sink = tl.exp2(row_dot(q, load_sink(sink_k + head * d, D0, D1), D1) * scale2 - lse)
         ds_sink = p_sink * (row_dot(do, load_sink(sink_v + head * d, D0, D1), D1) - row_delta)
-        # every block has a row of its own, added up afterwards: no atomics, same bits every time
+        # every block has a row of its own to add to: no atomics, same bits every time
         dsink_k = dsink + ((b * tl.num_programs(1) + block) * Hkv + head) * d
-        dsink_v = dsink_k + tl.num_programs(0) * tl.num_programs(1) * d
+        dsink_v = dsink_k + sink_rows * Hkv * d
         weight_k, weight_v = (ds_sink * scale)[:, None], p_sink[:, None]
         c = tl.arange(0, D0)
-        tl.store(dsink_k + c, tl.sum(weight_k * q[0].to(tl.float32), 0))
-        tl.store(dsink_v + c, tl.sum(weight_v * do[0].to(tl.float32), 0))
+        add_row(dsink_k + c, tl.sum(weight_k * q[0].to(tl.float32), 0))
+        add_row(dsink_v + c, tl.sum(weight_v * do[0].to(tl.float32), 0))
         if D1 > 0:
             c1 = D0 + tl.arange(0, D1)
-            tl.store(dsink_k + c1, tl.sum(weight_k * q[1].to(tl.float32), 0))
-            tl.store(dsink_v + c1, tl.sum(weight_v * do[1].to(tl.float32), 0))
+            add_row(dsink_k + c1, tl.sum(weight_k * q[1].to(tl.float32), 0))
+            add_row(dsink_v + c1, tl.sum(weight_v * do[1].to(tl.float32), 0))
     for part in tl.static_range(0 if EDGES else 2, 3):
         first, last = span(part, lo, left, right, hi, BLOCK_N, EDGES)
         for j0 in tl.range(first, last, BLOCK_N):
@@ -444,32 +449,41 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tens
     return out, lse2
 
 
+def sink_rows(B: int, S: int, H: int, Hkv: int) -> int:
+    """Rows of the sink's gradient sums that are enough for any number of queries up to S."""
+    P = triton.next_power_of_2(H // Hkv)
+    smallest = min(c[0] for kind in ("group", "full") for c in CONFIGS["dq", kind].values())
+    return B * triton.cdiv(S * P, smallest)
+
+
 def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor,
                        start: Tensor, stop: Tensor, sink_k: Tensor | None, sink_v: Tensor | None,
-                       dk_acc: Tensor, dv_acc: Tensor) -> tuple:
-    """dq, and the sink's two gradients (Hkv, d) in float32 or None. dk and dv are added to dk_acc
-    and dv_acc (B, S, Hkv, d), float32 or bfloat16: a running gradient of the cache, or zeros."""
+                       dk_acc: Tensor, dv_acc: Tensor, dsink: Tensor | None = None) -> Tensor:
+    """dq. dk and dv are added to dk_acc and dv_acc (B, S, Hkv, d), float32 or bfloat16: a running
+    gradient of the cache, or zeros. The sink's is added to the rows of dsink (2, `sink_rows`, Hkv,
+    d), float32, whose sum over the rows it is."""
     check(q, k, start, stop, k, v, dk_acc, dv_acc)
     (B, Tq, H, d), (_, S, Hkv, _) = q.shape, k.shape
     P = triton.next_power_of_2(H // Hkv)
     do, q = do.contiguous(), q.contiguous()
-    dq, delta, dsink = torch.empty_like(q), torch.empty_like(lse2), None
+    dq, delta = torch.empty_like(q), torch.empty_like(lse2)
     c, options = config("dq", kind_of(q, k), d)
     blocks = triton.cdiv(Tq * P, c["BLOCK_M"])
     sink = [x if x is None else x.contiguous() for x in (sink_k, sink_v)]
-    if sink_k is not None:
-        dsink = q.new_empty(2, B * blocks, Hkv, d, dtype=torch.float32)
+    rows = 0 if dsink is None else dsink.size(1)
+    if sink_k is not None and rows < B * blocks:
+        raise ValueError(f"dsink: {B * blocks} rows are needed, there are {rows}")
     dq_kernel[B * Hkv, blocks](
         q, out, do, *tiles(c["BLOCK_N"], 0, c, k, v), *tiles(c["BLOCK_M"], Hkv, c, dq), lse2,
-        delta, dsink, start, stop, *sink, d ** -0.5, d ** -0.5 * LOG2E, Tq, Hkv, G=H // Hkv, P=P,
-        SINK=sink_k is not None, **c, **options)
+        delta, dsink, start, stop, *sink, d ** -0.5, d ** -0.5 * LOG2E, Tq, Hkv, rows, G=H // Hkv,
+        P=P, SINK=sink_k is not None, **c, **options)
     c, options = config("dkv", kind_of(q, k), d)
     dkv_kernel[B * Hkv, triton.cdiv(S, c["BLOCK_N"])](
         *tiles(c["BLOCK_M"], Hkv, c, q), k, v, *tiles(c["BLOCK_M"], Hkv, c, do),
         *tiles(c["BLOCK_N"], 0, c, dk_acc, dv_acc), lse2, delta, start, stop, d ** -0.5,
         d ** -0.5 * LOG2E, Tq, S, Hkv, *k.stride()[:3], P=P,
         CHUNK=min(1024, triton.next_power_of_2(Tq)), **c, **options)
-    return dq, *((None, None) if dsink is None else dsink.sum(1))
+    return dq
 
 
 class Attention(torch.autograd.Function):
@@ -483,11 +497,14 @@ class Attention(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, out, lse2, start, stop, sink_k, sink_v = ctx.saved_tensors
         dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-        dq, dsink_k, dsink_v = attention_backward(do, q, k, v, out, lse2, start, stop,
-                                                  sink_k, sink_v, dk, dv)
+        dsink, d_sink = None, (None, None)
         if sink_k is not None:
-            dsink_k, dsink_v = dsink_k.to(sink_k.dtype), dsink_v.to(sink_v.dtype)
-        return dq, dk, dv, None, None, dsink_k, dsink_v
+            rows = sink_rows(*k.shape[:2], q.size(2), k.size(2))
+            dsink = torch.zeros(2, rows, *sink_k.shape, device=q.device)
+        dq = attention_backward(do, q, k, v, out, lse2, start, stop, sink_k, sink_v, dk, dv, dsink)
+        if sink_k is not None:
+            d_sink = dsink.sum(1).to(sink_k.dtype).unbind()
+        return dq, dk, dv, None, None, *d_sink
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,

@@ -2,7 +2,7 @@
 The decoder: Qwen3 blocks and the plain (vanilla) key-value path.
 
 Everything that WhiteMatter adds is in pool.py, which says for `Decoder` what a layer attends to
-(`attend`) and what a finished token adds to the cache (`pool`).
+(`attend`) and what a finished token adds to the cache (`store`).
 
 Dimensions: B rows, T tokens, S cached tokens, L layers, D width, H query heads,
 Hkv key-value heads, d head size, C cached channels (L here, k in WhiteMatter).
@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import Cache, Rows, attend
+from attention import Cache, Rows, attend, is_fast, norm_kernels
 
 SYSTEMS = ("whitematter", "vanilla")
 ROUTERS = ("dynamic", "static")
@@ -94,10 +94,12 @@ def norm_rotate(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(rms_norm(x, gain), cos, sin)
 
 
-def add_norm(x: Tensor, y: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """The residual stream x + y, and its norm."""
+def add_norm(x: Tensor, y: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The residual stream x + y, its norm, and x + y for other readers than the next block."""
+    if is_fast(x):
+        return norm_kernels.add_norm(x, y, gain)
     x = x + y
-    return x, rms_norm(x, gain)
+    return x, rms_norm(x, gain), x
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -105,12 +107,16 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def split_heads(qkv: Tensor, n_head: int, q_norm: Tensor, k_norm: Tensor, cos: Tensor,
-                sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, T, (H + 2 Hkv) d) -> normed, rotated queries and keys, and values, by head."""
-    qkv = qkv.unflatten(-1, (-1, q_norm.numel()))
-    n_kv_head = (qkv.size(-2) - n_head) // 2
-    q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=-2)
+def split_heads(x: Tensor, n_head: int, q_norm: Tensor, k_norm: Tensor | None, cos: Tensor,
+                sin: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(B, T, (H [+ 2 Hkv]) d) -> normed, rotated queries and keys, and values, by head."""
+    if is_fast(x):
+        return norm_kernels.split_heads(x, n_head, q_norm, k_norm, cos, sin)
+    x = x.unflatten(-1, (-1, q_norm.numel()))
+    if k_norm is None:
+        return norm_rotate(x, q_norm, cos, sin), None, None
+    n_kv_head = (x.size(-2) - n_head) // 2
+    q, k, v = x.split((n_head, n_kv_head, n_kv_head), dim=-2)
     return norm_rotate(q, q_norm, cos, sin), norm_rotate(k, k_norm, cos, sin), v.contiguous()
 
 
@@ -186,7 +192,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor):
 def set_compute_copies(model: nn.Module, dtype: torch.dtype):
     """Make, or renew after an optimizer step, the copies that `linear` computes with.
 
-    Every parameter with such a copy needs a .grad to add to.
+    Every parameter with such a copy needs a .grad to add to. On a GPU the gains' gradients are
+    collected as well: call `add_partial_gradients` after each backward pass.
     """
     named = {id(getattr(module, name, None)) for module in model.modules()
              for name in getattr(module, "matrices", ())}
@@ -196,7 +203,28 @@ def set_compute_copies(model: nn.Module, dtype: torch.dtype):
                            device=with_copy[0].device)
         for p, piece in zip(with_copy, flat.split([p.numel() for p in with_copy])):
             p.compute = piece.view_as(p)
+        add_partials(model)
     torch._foreach_copy_([p.compute for p in with_copy], [p.detach() for p in with_copy])
+
+
+def add_partials(model: Decoder, always: bool = False):
+    """Give the gains rows of float32 for their gradients, where the kernels use them."""
+    if norm_kernels is None or not (model.norm.is_cuda or always):
+        return
+    for module in model.modules():
+        for name in getattr(module, "gains", ()):
+            gain = getattr(module, name, None)
+            if gain is not None:
+                rows = norm_kernels.partial_rows(name, model.config)
+                gain.partial = gain.new_zeros(*rows, *gain.shape, dtype=torch.float32)
+
+
+@torch.no_grad()
+def add_partial_gradients(model: Decoder):
+    """Move what the kernels have collected for the gains into their gradients."""
+    for gain in [p for p in model.parameters() if hasattr(p, "partial")]:
+        gain.grad += gain.partial.flatten(0, -gain.dim() - 1).sum(0)
+        gain.partial.zero_()
 
 
 def compute_dtype(w: Tensor) -> torch.dtype:
@@ -207,6 +235,7 @@ class Block(nn.Module):
     """A Qwen3 decoder block. Only systems that project a layer's own state have k_proj, v_proj."""
 
     matrices = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    gains = ("attn_norm", "q_norm", "k_norm", "mlp_norm")
 
     def __init__(self, c: ModelConfig, own_kv: bool):
         super().__init__()
@@ -215,8 +244,7 @@ class Block(nn.Module):
         D, E = c.n_embd, c.n_kv_head * c.head_dim
         self.attn_norm = nn.Parameter(torch.ones(D))
         self.q_norm = nn.Parameter(torch.ones(c.head_dim))
-        if own_kv:
-            self.k_norm = nn.Parameter(torch.ones(c.head_dim))
+        self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if own_kv else None
         self.q_proj = nn.Parameter(torch.empty(c.n_head * c.head_dim, D))
         if own_kv:  # right behind q_proj: `project` uses the three as one
             self.k_proj = nn.Parameter(torch.empty(E, D))
@@ -229,11 +257,8 @@ class Block(nn.Module):
 
     def project(self, a: Tensor, cos: Tensor, sin: Tensor):
         """Normed state (B, T, D) -> queries (B, T, H, d) and, if own, keys, values (.., Hkv, d)."""
-        if self.own_kv:
-            qkv = linear(a, self.q_proj, self.k_proj, self.v_proj)
-            return split_heads(qkv, self.n_head, self.q_norm, self.k_norm, cos, sin)
-        q = linear(a, self.q_proj).unflatten(-1, (self.n_head, self.head_dim))
-        return norm_rotate(q, self.q_norm, cos, sin), None, None
+        weights = (self.q_proj, self.k_proj, self.v_proj) if self.own_kv else (self.q_proj,)
+        return split_heads(linear(a, *weights), self.n_head, self.q_norm, self.k_norm, cos, sin)
 
     def mlp(self, a: Tensor) -> Tensor:
         """SwiGLU of the normed state (B, T, D)."""
@@ -296,9 +321,13 @@ class Decoder(nn.Module):
         return self.place(slice(None), index, self.document_starts(idx, doc))
 
     def new_cache(self, B: int, S: int, like: Tensor) -> Cache:
-        """An empty cache of C channels for S tokens, of `like`'s dtype and device."""
+        """An empty cache of C channels for S tokens, on `like`'s device and in the precision that
+        is computed with: `like`'s, or autocast's."""
         shape = (self.n_channels, B, S, self.config.n_kv_head, self.config.head_dim)
-        return Cache(like.new_zeros(shape), like.new_zeros(shape))
+        kind, dtype = like.device.type, like.dtype
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        return Cache(like.new_zeros(shape, dtype=dtype), like.new_zeros(shape, dtype=dtype))
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, rows: Rows,
                cache: Cache | None) -> Tensor:
@@ -312,6 +341,10 @@ class Decoder(nn.Module):
                 cache.put(rows.columns, k, v, channel=layer)
         return attend(q, k, v, rows) if rows.complete else cache.attend(q, layer, rows)
 
+    def store(self, h: list[Tensor], rows: Rows, cache: Cache):
+        """Add finished tokens to the cache, given their states h[0..L] (systems that iterate)."""
+        cache.put(rows.columns, *self.pool(h, rows))
+
     def states(self, x: Tensor, rows: Rows, cache: Cache | None = None) -> list[Tensor]:
         """States(X; P) of section 3.3: embeddings (B, T, D) -> h[0..L], L + 1 x (B, T, D)."""
         h = [x]
@@ -319,12 +352,12 @@ class Decoder(nn.Module):
         for layer, block in enumerate(self.blocks):
             q, k, v = block.project(a, rows.cos, rows.sin)
             attended = self.attend(layer, q, k, v, rows, cache).flatten(-2)  # (B, T, H d)
-            x, a = add_norm(x, linear(attended, block.o_proj), block.mlp_norm)
+            x, a, _ = add_norm(x, linear(attended, block.o_proj), block.mlp_norm)
             if layer + 1 < len(self.blocks):  # with the norm that the next block begins with
-                x, a = add_norm(x, block.mlp(a), self.blocks[layer + 1].attn_norm)
+                x, a, state = add_norm(x, block.mlp(a), self.blocks[layer + 1].attn_norm)
             else:
-                x = x + block.mlp(a)
-            h.append(x)
+                x = state = x + block.mlp(a)
+            h.append(state)
         return h
 
     def logits(self, h: Tensor) -> Tensor:

@@ -94,6 +94,8 @@ class Branch(nn.Module):
 class Pool(nn.Module):
     """Pool(H): the states of each token, on its own, become k keys and k values."""
 
+    gains = ("key_norm",)
+
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.heads = (c.n_kv_head, c.head_dim)
@@ -108,22 +110,25 @@ class Pool(nn.Module):
         self.value.init_weights()
         nn.init.normal_(self.dummy, std=0.02)
 
-    def channels(self, h: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """L states (B, T, D) -> rotated, normed keys and raw values, both (k, B, T, Hkv, d)."""
-        if pool_kernels is not None and is_fast(h[0]):
-            projected = pool_kernels.pool(h, self.key, self.value)  # (2, k, B, T, E)
-            k, v = projected.unflatten(-1, self.heads).unbind()
+    def channels(self, h: list[Tensor], cos: Tensor, sin: Tensor,
+                 folded=None) -> tuple[Tensor, Tensor]:
+        """L states (B, T, D) -> rotated, normed keys and raw values, both (k, B, T, Hkv, d).
+
+        `folded` are the weights as `pool_kernels` uses them, if it is to do the work.
+        """
+        if folded is not None:
+            k, v = folded.channels(h).unflatten(-1, self.heads).unbind()
         else:
             unit = rms_norm(torch.stack(h, 2), None)  # one statistic per source, for both branches
             k = self.key.channels(unit).unflatten(-1, self.heads)
             v = self.value.channels(unit).unflatten(-1, self.heads)
         return norm_rotate(k, self.key_norm[:, None, None, None], cos, sin), v
 
-    def dummy_channels(self) -> tuple[Tensor, Tensor]:
+    def dummy_channels(self, folded=None) -> tuple[Tensor, Tensor]:
         """Keys and values (k, Hkv, d) of the dummy: at position 0, its own state at all sources."""
         h = self.dummy.to(compute_dtype(self.key.proj)).expand(1, 1, -1)
         pos = torch.zeros(1, 1, dtype=torch.long, device=h.device)
-        k, v = self.channels([h] * self.n_sources, *rotary_tables(pos, self.heads[1]))
+        k, v = self.channels([h] * self.n_sources, *rotary_tables(pos, self.heads[1]), folded)
         return k[:, 0, 0], v[:, 0, 0]
 
 
@@ -149,11 +154,21 @@ class WhiteMatter(Decoder):
         return self.kv_pool.channels(h[:self.kv_pool.n_sources], rows.cos, rows.sin)
 
     def new_cache(self, B: int, S: int, like: Tensor) -> Cache:
-        empty = super().new_cache(B, S, like)
-        return Cache(empty.k, empty.v, self.kv_pool.dummy_channels())
+        """It begins with the dummy, and keeps the pool's weights ready for many evaluations."""
+        pool, empty = self.kv_pool, super().new_cache(B, S, like)
+        folded = None
+        if pool_kernels is not None and is_fast(like):
+            folded = pool_kernels.Folded(pool.key, pool.value, like.dtype)
+        return Cache(empty.k, empty.v, pool.dummy_channels(folded), folded)
 
     def attend(self, layer: int, q: Tensor, k: None, v: None, rows: Rows, cache: Cache) -> Tensor:
         return cache.attend(q, layer % self.n_channels, rows)
+
+    def store(self, h: list[Tensor], rows: Rows, cache: Cache):
+        if cache.weights is None:
+            return super().store(h, rows, cache)
+        sources = h[:self.kv_pool.n_sources]
+        cache.put_projected(rows, cache.weights.channels(sources), self.kv_pool.key_norm)
 
 
 def build(config: ModelConfig) -> Decoder:

@@ -6,9 +6,10 @@ The pool's mixing (section 3.1, steps 1 to 3) in few passes over memory, with gr
     m_j = sum_l alpha_bjl (u_l * gain_bl)         one pass over h for both branches,
     c_bj = m_j / rms(m_j)                         which writes the channels, ready to be projected
 
-`fold` multiplies the pre-mix gain into the router's weight and the post-mix gain into the
-projection, once per step, and autograd takes their gradients back through it. Only in the mix,
-where it depends on (l, d), does the pre-mix gain stay.
+`Folded` multiplies the pre-mix gain into the router's weight and the post-mix gain into the
+projection, once for all evaluations of a phase, whose gradients it adds up in float32 before
+autograd takes them back through the fold. Only in the mix, where it depends on (l, d), does the
+pre-mix gain stay.
 
 Backward, with G = U U^T the (L, L) products of the gained sources U and X = dC U^T, per token and
 branch. A norm's gradient is dm = s dC - t m with s = 1 / rms(m) and t_j = s_j^3 <dC_j, m_j> / D, so
@@ -33,6 +34,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from attention import Collect
 
 # kernel: (tokens of a program, elements of its (LP, BLOCK_D) tile, warps, stages, registers of a
 # thread at most). "states" has its number of programs in place of tokens: one round of them on
@@ -247,7 +250,8 @@ def states_kernel(h, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, 
                   alpha_stride, ROUTER: tl.constexpr, FIRST: tl.constexpr, P: tl.constexpr,
                   INPUTS: tl.constexpr, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr,
                   LP: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
-    """dh (L, N, D) over BLOCK_D columns of every PROGRAMS-th token, and the sum of their dgain."""
+    """dh (L, N, D) over BLOCK_D columns of every PROGRAMS-th token; to this program's rows of dgain
+    their sum is added."""
     src = tl.arange(0, LP)
     d0 = tl.program_id(1) * BLOCK_D
     source, exists = distance(h, src, L), src < L
@@ -276,7 +280,9 @@ def states_kernel(h, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, 
         store(dh, (src.to(tl.int64) * N + n) * D, exists, d0, D,
               r * (du - unit * (along / D)[:, None]), BLOCK_D)
     part = dgain + tl.program_id(0) * 2 * L * D
+    dgain0 += tile(part, src * D, exists, d0, D, BLOCK_D)
     store(part, src * D, exists, d0, D, dgain0, BLOCK_D)
+    dgain1 += tile(part + L * D, src * D, exists, d0, D, BLOCK_D)
     store(part + L * D, src * D, exists, d0, D, dgain1, BLOCK_D)
 
 
@@ -360,9 +366,17 @@ def mix_forward(states: tuple[Tensor, ...], gain: Tensor, router: Tensor | None,
     return out, x, alpha, rstd, scale
 
 
+def gain_rows(s: Shape) -> int:
+    """Programs along the tokens of states_kernel, each with rows of its own for dgain."""
+    c, _, programs = s.of("states")
+    return min(max(1, programs // triton.cdiv(s.D, c["BLOCK_D"])), s.N)
+
+
 def mix_backward(dc: Tensor, states: tuple[Tensor, ...], gain: Tensor, router: Tensor | None,
-                 alpha: Tensor, rstd: Tensor, scale: Tensor, p: int) -> tuple[Tensor, ...]:
-    """dh (L, N, D), d gain (2, L, D) in float32, d alpha (N, 2 k L)."""
+                 alpha: Tensor, rstd: Tensor, scale: Tensor, p: int,
+                 dgain: Tensor) -> tuple[Tensor, ...]:
+    """dh (L, N, D), d alpha (N, 2 k L). The gain's gradient is added to the first rows of dgain
+    (`gain_rows` at least, 2, L, D), float32, whose sum it is."""
     h, dc = states[0], dc.contiguous()
     s = Shape(len(states), h.size(1), dc.size(1), len(h), p, router is not None)
     stride = h.stride(0), 0 if router is None else alpha.stride(0)
@@ -372,95 +386,98 @@ def mix_backward(dc: Tensor, states: tuple[Tensor, ...], gain: Tensor, router: T
     weights_kernel[triton.cdiv(s.N, tokens),](states, rstd, gain, alpha, scale, dc, dalpha, turn,
                                               radial, s.N, s.D, *stride, **c, **options)
     dx = None if router is None else dalpha @ router
-    states_c, states_options, programs = s.of("states")
+    states_c, states_options, _ = s.of("states")
     if router is not None and not states_c["WHOLE"]:
         c, options, tokens = s.of("radial")
         radial_kernel[triton.cdiv(s.N, tokens), c["INPUTS"]](
             states, rstd, dx, radial, s.N, s.D, h.stride(0), **c, **options)
-    blocks = triton.cdiv(s.D, states_c["BLOCK_D"])
-    programs = min(max(1, programs // blocks), s.N)
     dh = h.new_empty(s.L, s.N, s.D)
-    dgain = h.new_empty(programs, 2, s.L, s.D, dtype=torch.float32)
-    states_kernel[programs, blocks](
+    states_kernel[gain_rows(s), triton.cdiv(s.D, states_c["BLOCK_D"])](
         states, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, s.N, s.D, *stride,
         **states_c, **states_options)
-    return dh, dgain.sum(0), dalpha
+    return dh, dalpha
 
 
-def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, summed and given in float32, added to total if there is one."""
-    if not a.is_cuda or a.dtype == torch.float32:
-        product = a.float() @ b.float()
-        return product if total is None else total.add_(product)
-    if total is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+def add_product(total: Tensor, a: Tensor, b: Tensor):
+    """total += a @ b, matrices or batches of them, summed in total's float32."""
+    add = torch.addmm if a.dim() == 2 else torch.baddbmm
+    if a.dtype == total.dtype:
+        add(total, a, b, out=total)
+    elif a.is_cuda:
+        add(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a.to(total.dtype) @ b.to(total.dtype)
 
 
-class PoolMix(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, p, gain, router, bias, *states):
-        ctx.p, ctx.router = p, router
-        low = [w if w is None else w.compute if hasattr(w, "compute") else w.to(states[0].dtype)
-               for w in (gain, router, bias)]
-        out, x, *rest = mix_forward(states, *low, p)
-        ctx.save_for_backward(*states, *low[:2], x, *rest)
-        return out
-
-    @staticmethod
-    def backward(ctx, dc):
-        *states, gain, router, x, alpha, rstd, scale = ctx.saved_tensors
-        dh, dgain, dalpha = mix_backward(dc, tuple(states), gain, router, alpha, rstd, scale, ctx.p)
-        drouter = None
-        if router is not None:
-            total = ctx.router.grad if hasattr(ctx.router, "compute") else None
-            drouter = add_product(total, dalpha.mT, x)
-            drouter = drouter if total is None else None
-        dbias = dalpha.sum(0, dtype=torch.float32).view(2, dc.size(1), len(states))
-        return None, dgain, drouter, dbias, *dh
-
-
-def pool_mix(states: list[Tensor], gain: Tensor, router: Tensor | None, bias: Tensor,
-             p: int) -> Tensor:
-    """Normed, not yet projected channels (2, k, N, D), keys then values, of L states (..., D).
-
-    gain (2, L, D), router (2 k L, L' D), bias (2, k, L) as `fold` gives them, in float32: so their
-    gradients stay. One with an attribute `compute`, a copy in the states' type, is not cast at
-    every call; the gradient of such a router is added to its .grad, which must exist, in place.
-    """
-    return PoolMix.apply(p, gain, router, bias, *(h.reshape(-1, h.size(-1)) for h in states))
-
-
-def fold(key, value) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Of two branches: gain, router, bias as `pool_mix` takes them, and proj (2 k, E, D)."""
+def fold(key, value) -> tuple[Tensor, ...]:
+    """Of two branches: gain (2, L, D), bias (2, k, L), proj (2 k, E, D) and, where there is one,
+    router (2 k L, L' D), keys before values."""
     branches = (key, value)
     gain = torch.stack([b.pre_norm for b in branches])
     bias = torch.stack([b.bias for b in branches])
     proj = torch.cat([b.proj * b.post_norm[:, None] for b in branches])
     if key.router is None:
-        return gain, None, bias, proj
+        return gain, bias, proj
     router = torch.cat([b.router * b.pre_norm[b.inputs].flatten() for b in branches])
-    return gain, router, bias, proj
+    return gain, bias, proj, router
 
 
-class _Project(torch.autograd.Function):
-    """x (n, N, D) @ w^T, w (n, E, D) float32: in x's precision, with w's gradient in its own."""
+class Folded:
+    """Both branches of the pool, ready for many evaluations on states of one dtype."""
+
+    def __init__(self, key, value, dtype: torch.dtype):
+        self.stride = key.stride
+        weights = fold(key, value)
+        self.gain, self.bias, self.proj, *router = (w.detach().to(dtype) for w in weights)
+        self.router = router[0] if router else None
+        self.dgain, self.sums = None, None
+        self.link = Collect.apply(self.gradients, self.gain, *weights)
+
+    def add_up(self, rows: int) -> tuple[Tensor, ...]:
+        """Running sums of the gradients: gain (rows, 2, L, D), bias, proj, router (or None)."""
+        zeros = lambda like, *more: torch.zeros(  # noqa: E731
+            *more, *like.shape, dtype=torch.float32, device=like.device)
+        if self.sums is None:
+            self.sums = [None if w is None else zeros(w)
+                         for w in (self.bias, self.proj, self.router)]
+        if self.dgain is None or len(self.dgain) < rows:  # the dummy's evaluation has few
+            more = zeros(self.gain, rows)
+            if self.dgain is not None:
+                more[:len(self.dgain)] = self.dgain
+            self.dgain = more
+        return self.dgain, *self.sums
+
+    def gradients(self) -> list[Tensor]:
+        dgain, *sums = self.add_up(1)
+        return [dgain.sum(0), *(x for x in sums if x is not None)]
+
+    def channels(self, states: list[Tensor]) -> Tensor:
+        """States, L of (B, T, D), through both branches: projected channels (2, k, B, T, E)."""
+        projected = Evaluate.apply(self.link, self,
+                                   *(h.reshape(-1, h.size(-1)) for h in states))
+        return projected.view(2, -1, *states[0].shape[:-1], projected.size(-1))
+
+
+class Evaluate(torch.autograd.Function):
+    """Mix, norm and project; states (N, D) -> (2 k, N, E)."""
 
     @staticmethod
-    def forward(ctx, x, w):
-        w = w.to(x.dtype)
-        ctx.save_for_backward(x, w)
-        return torch.bmm(x, w.mT)
+    def forward(ctx, link, folded, *states):
+        f = ctx.folded = folded
+        out, x, alpha, rstd, scale = mix_forward(states, f.gain, f.router, f.bias, f.stride)
+        ctx.save_for_backward(*states, out, x, alpha, rstd, scale)
+        return torch.bmm(out.flatten(0, 1), f.proj.mT)
 
     @staticmethod
     def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        return torch.bmm(dy, w), torch.bmm(dy.mT, x, out_dtype=torch.float32)
-
-
-def pool(states: list[Tensor], key, value) -> Tensor:
-    """States, L of (B, T, D), through both branches: projected channels (2, k, B, T, E)."""
-    gain, router, bias, proj = fold(key, value)
-    channels = pool_mix(states, gain, router, bias, key.stride)  # (2, k, N, D)
-    projected = _Project.apply(channels.flatten(0, 1), proj)
-    return projected.view(2, -1, *states[0].shape[:2], proj.size(1))
+        f, (*states, out, x, alpha, rstd, scale) = ctx.folded, ctx.saved_tensors
+        s = Shape(len(states), out.size(-1), out.size(1), len(dy[0]), f.stride)
+        dgain, dbias, dproj, drouter = f.add_up(gain_rows(s))
+        add_product(dproj, dy.mT, out.flatten(0, 1))
+        dout = torch.bmm(dy, f.proj).view_as(out)
+        dh, dalpha = mix_backward(dout, tuple(states), f.gain, f.router, alpha, rstd, scale,
+                                  f.stride, dgain)
+        dbias += dalpha.sum(0, dtype=torch.float32).view_as(dbias)
+        if drouter is not None:
+            add_product(drouter, dalpha.mT, x)
+        return None, None, *dh

@@ -102,7 +102,7 @@ def step(model: Decoder, cache: Cache, token: Tensor, index: Tensor, start: Tens
     rows = model.place(index[:, None], index[:, None], start[:, None])
     h = model.states(model.embed_tokens(token[:, None]), rows, cache)
     if model.iterates:  # other systems write their keys and values on the way up
-        cache.put(rows.columns, *model.pool(h, rows))
+        model.store(h, rows, cache)
     return h[-1][:, 0]
 
 

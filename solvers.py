@@ -90,13 +90,11 @@ def constant(h: States) -> States:
     return [x.detach() for x in h]
 
 
-def pool_all(model: Decoder, parts: list[States], groups: list[Rows]) -> Cache:
-    """P = Pool(H) for all tokens, in a new cache."""
-    cache = None
+def pool_all(model: Decoder, xs: list[Tensor], parts: list[States], groups: list[Rows]) -> Cache:
+    """P = Pool(H) for all tokens, in a new cache; xs (B, T/g, D) are the groups' embeddings."""
+    cache = model.new_cache(len(xs[0]), sum(x.size(1) for x in xs), like=xs[0])
     for h, rows in zip(parts, groups):
-        k, v = model.pool(h, rows)
-        cache = cache or model.new_cache(k.size(1), sum(p[0].size(1) for p in parts), like=k)
-        cache.put(rows.columns, k, v)
+        model.store(h, rows, cache)
     return cache
 
 
@@ -135,11 +133,11 @@ def jacobi(model: Decoder, idx: Tensor, n_nograd: int = 1, n_grad: int = 2,
             if records and report.passes:
                 h = constant(h)
             for _ in range(n_passes):
-                h, old = model.states(x, rows, pool_all(model, [h], [rows])), h
+                h, old = model.states(x, rows, pool_all(model, [x], [h], [rows])), h
                 report.add([h], [old], measure)
                 if not records and report.converged:
                     break
-    cache = pool_all(model, [h], [rows]) if keep_cache else None
+    cache = pool_all(model, [x], [h], [rows]) if keep_cache else None
     return Solution([h], cache, report)
 
 
@@ -164,14 +162,14 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
         with torch.set_grad_enabled(records):
             if records and report.passes:
                 parts = [constant(h) for h in parts]
-            cache = pool_all(model, parts, groups)
+            cache = pool_all(model, xs, parts, groups)
             for t in range(n_passes):
                 old = list(parts)
                 for q, rows in enumerate(groups):
                     parts[q] = model.states(xs[q], rows, cache)
                     # the last group of a phase is read by nobody but the caller
                     if t + 1 < n_passes or q + 1 < len(groups) or (last_phase and keep_cache):
-                        cache.put(rows.columns, *model.pool(parts[q], rows))
+                        model.store(parts[q], rows, cache)
                 report.add(parts, old, measure)
                 if not records and report.converged:
                     break
@@ -188,7 +186,7 @@ def autoregressive(model: Decoder, idx: Tensor, doc: Tensor | None = None,
     for i in range(idx.size(1)):
         at = rows.at(slice(i, i + 1))
         parts.append(model.states(x[:, at.columns], at, cache))
-        cache.put(at.columns, *model.pool(parts[-1], at))
+        model.store(parts[-1], at, cache)
     return Solution(parts, cache if keep_cache else None, Report(passes=1, residuals=[0.0]))
 
 

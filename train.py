@@ -32,7 +32,7 @@ import model as model_module
 import pool as pool_module
 import prepare_data
 from configurator import UserError, key, parse, run
-from model import Decoder, ModelConfig, set_compute_copies
+from model import Decoder, ModelConfig, add_partial_gradients, set_compute_copies
 from pool import build
 from solvers import solve
 
@@ -563,8 +563,7 @@ class Trainer:
 
 
 # what lies between matrix products and attention: each becomes one or two kernels
-PIECES = {model_module: ("rms_norm", "norm_rotate", "add_norm", "swiglu", "split_heads",
-                         "cross_entropy_and_gradient"),
+PIECES = {model_module: ("rms_norm", "norm_rotate", "swiglu", "cross_entropy_and_gradient"),
           pool_module: ("rms_norm", "norm_rotate", "scale")}
 
 
@@ -593,6 +592,7 @@ class MicroStep:
         with autocast(x.device.type, self.dtype):
             loss = self.weight * self.model.loss(solve(self.model, x).final, y)
         loss.backward()
+        add_partial_gradients(self.model)
         return loss.detach()
 
     def capture(self, x: Tensor, y: Tensor):

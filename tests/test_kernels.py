@@ -1,38 +1,11 @@
-"""kernels.py against a plain float64 attention: on a GPU as it is, elsewhere interpreted."""
-
-import os
+"""kernels.py against a plain float64 attention."""
 
 import pytest
 import torch
+from interpreted import DEVICE, GPU
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-pytest.importorskip("triton", reason="kernels.py needs Triton (pip install triton)")
-import kernels  # noqa: E402
+import kernels
 
-if not GPU:
-    from triton.runtime import interpreter
-
-    def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
-        """Loop bounds are arrays of one element, which NumPy 2.4 no longer takes for integers."""
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def reduce_tile(self, kind, desc, value, indices):
-        """The copy engine's addition, which the interpreter lacks."""
-        a, b = self.create_descriptor_load(desc, indices, None, None).data, value.data
-        if value.dtype.is_bf16():  # kept as uint16
-            a, b = (torch.from_numpy(x).view(torch.bfloat16) for x in (a, b))
-            total = (a + b).view(torch.uint16).numpy()
-        else:
-            total = a + b
-        self.create_descriptor_store(desc, interpreter.TensorHandle(total, value.dtype), indices)
-
-    interpreter._patch_lang_tensor = patch_tensor
-    interpreter.InterpreterBuilder.create_descriptor_reduce = reduce_tile
-
-DEVICE = "cuda" if GPU else "cpu"
 SMALL = {key: {128: value} for key, value in {
     ("forward", "group"): (16, 16, 4, 2, False), ("forward", "full"): (32, 16, 4, 2, True),
     ("forward", "decode"): (16, 32, 4, 2, False), ("dq", "group"): (16, 16, 4, 2, False),
@@ -163,10 +136,13 @@ def test_gradients_accumulate(dtype, small_blocks):
     _, grads = gradients(inputs, do)
     running = torch.randn(2, 3, 2, 50, 2, 32).to(DEVICE, dtype)
     before = running.clone()
+    dsink = torch.zeros(2, kernels.sink_rows(2, 50, 4, 2), 2, 32, device=DEVICE)
     for _ in range(2):
         out, lse2 = kernels.attention_forward(*inputs)
         kernels.attention_backward(do, *inputs[:3], out, lse2, *inputs[3:],
-                                   running[0, 1], running[1, 1])
+                                   running[0, 1], running[1, 1], dsink)
+    for mine, grad in zip(dsink.sum(1), grads[3:], strict=True):
+        close(mine, 2 * grad, TOL)
     for x, x0, grad in zip(running, before, grads[1:3], strict=True):
         assert torch.equal(x[0::2], x0[0::2])
         close(x[1], x0[1].double() + 2 * grad, TOL if dtype == torch.float32 else 1e-2)

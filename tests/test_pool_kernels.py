@@ -1,29 +1,13 @@
-"""pool_kernels.py against float64 branches: on a GPU as it is, elsewhere interpreted."""
-
-import os
+"""pool_kernels.py against float64 branches."""
 
 import pytest
 import torch
+from interpreted import DEVICE, GPU
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-pytest.importorskip("triton", reason="pool_kernels.py needs Triton (pip install triton)")
-import pool_kernels  # noqa: E402
-from model import ModelConfig, rms_norm  # noqa: E402
-from pool import Branch  # noqa: E402
+import pool_kernels
+from model import ModelConfig, rms_norm
+from pool import Branch
 
-if not GPU:
-    from triton.runtime import interpreter
-
-    def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
-        """Loop bounds are arrays of one element, which NumPy 2.4 no longer takes for integers."""
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_tensor
-
-DEVICE = "cuda" if GPU else "cpu"
 TOL = (5e-3, 5e-3) if GPU else (1e-5, 1e-4)  # a GPU multiplies float32 as tf32
 CASES = {
     "k = L": dict(N=5, n_layer=4, n_channels=4, n_embd=32),
@@ -67,10 +51,8 @@ def reference(branches, states):
     return torch.cat([branch.channels(unit)[:, 0] for branch in branches])
 
 
-def ours(branches, states, p):
-    gain, router, bias, proj = pool_kernels.fold(*branches)
-    channels = pool_kernels.pool_mix(states, gain, router, bias, p)
-    return channels.flatten(0, 1) @ proj.to(channels.dtype).mT
+def ours(branches, states, p=None):
+    return pool_kernels.Folded(*branches, states[0].dtype).channels(states).flatten(0, 1)
 
 
 def results(function, branches, states, grad, *more):
@@ -121,33 +103,43 @@ def test_views_of_stacked_states(tiles):
     assert ours(branches, rows, p).equal(expected)
 
 
-def test_router_gradient_in_place(tiles):
-    """With a copy to compute with, the router's gradient is added to what is there."""
-    branches, states, grad, p = case(N=3, n_layer=4, n_channels=4, n_embd=16)
+def test_evaluations_add_up(tiles):
+    """Gradients of two evaluations, the first on fewer tokens, are one sum."""
+    branches, states, grad, _ = case(N=4, n_layer=4, n_channels=4, n_embd=16)
     for b in branches:
         b.float()
     states = [h.float() for h in states]
-    gain, router, bias, _ = (w.detach().requires_grad_() for w in pool_kernels.fold(*branches))
-    out = pool_kernels.pool_mix(states, gain, router, bias, p)
-    (expected,) = torch.autograd.grad(out.square().sum() + out.sum(), router)
-    router.compute, router.grad = router.detach().clone(), torch.ones_like(router)
-    out = pool_kernels.pool_mix(states, gain, router, bias, p)
-    (out.square().sum() + out.sum()).backward()
-    close(router.grad - 1, expected.double(), 1e-5 if not GPU else 5e-3)
+
+    def twice(branches, states):
+        folded = pool_kernels.Folded(*branches, states[0].dtype)
+        first = folded.channels([h[:1] for h in states]).flatten(0, 1)
+        return torch.cat([first, folded.channels(states).flatten(0, 1)], 1)
+
+    def apart(branches, states):
+        return torch.cat([ours(branches, [h[:1] for h in states]), ours(branches, states)], 1)
+
+    grad = torch.cat([grad[:, :1], grad], 1)
+    out, dh, dw = results(twice, branches, states, grad)
+    expected, dh_expected, dw_expected = results(apart, branches, states, grad)
+    assert out.equal(expected)
+    for a, b in zip((*dh, *dw.values()), (*dh_expected, *dw_expected.values()), strict=True):
+        close(a, b.double(), 1e-5)
 
 
 def test_wrong_arguments():
-    branches, states, _, p = case(N=4, n_layer=3, n_channels=3, n_embd=32)
-    gain, router, bias, _ = pool_kernels.fold(*(b.float() for b in branches))
+    branches, states, _, _ = case(N=4, n_layer=3, n_channels=3, n_embd=32)
+    folded = pool_kernels.Folded(*(b.float() for b in branches), torch.float32)
     states = [h.float() for h in states]
     with pytest.raises(ValueError, match="are needed"):
-        pool_kernels.pool_mix([*states[:2], states[2].double()], gain, router, bias, p)
+        folded.channels([*states[:2], states[2].double()])
     with pytest.raises(ValueError, match="float64"):
-        pool_kernels.pool_mix([h.double() for h in states], gain, router, bias, p)
-    with pytest.raises(ValueError, match="multiple of 16"):
-        pool_kernels.pool_mix([h[:, :24] for h in states], gain[..., :24], router, bias, p)
+        folded.channels([h.double() for h in states])
     with pytest.raises(ValueError, match="router"):
-        pool_kernels.pool_mix(states, gain, router[:, 32:], bias, p)
+        folded.router = folded.router[:, 32:]
+        folded.channels(states)
+    folded.gain = folded.gain[..., :24]
+    with pytest.raises(ValueError, match="multiple of 16"):
+        folded.channels([h[:, :24] for h in states])
 
 
 @pytest.mark.gpu
@@ -164,15 +156,16 @@ def test_bfloat16(sizes):
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
 def test_captured_in_a_graph():
-    branches, states, grad, p = case(N=256, dtype=torch.bfloat16, n_layer=8, n_channels=8)
+    branches, states, grad, _ = case(N=256, dtype=torch.bfloat16, n_layer=8, n_channels=8,
+                                     n_embd=512)
+    for b in branches:
+        b.float()
     states = [h.bfloat16().requires_grad_() for h in states]
-    gain, router, bias, _ = (w.detach().float().requires_grad_()
-                             for w in pool_kernels.fold(*branches))
-    grad = torch.randn(2, 8, 256, 512, device=DEVICE).bfloat16()
+    weights = [w for b in branches for w in b.parameters()]
 
     def step():
-        out = pool_kernels.pool_mix(states, gain, router, bias, p)
-        return out, *torch.autograd.grad(out, (*states, gain, router, bias), grad)
+        out = ours(branches, states)
+        return out, *torch.autograd.grad(out, (*states, *weights), grad.bfloat16())
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -1,0 +1,389 @@
+"""
+Norms together with what stands beside them, in Triton: one kernel forward, one backward each.
+
+    add_norm      x + y, and its RMSNorm                     between the halves of a block
+    split_heads   QK-norm and RoPE of queries (and keys)     after their projection
+    store, take   the pool's keys normed, rotated and written into the cache, values beside them;
+                  backward, the gradient there is taken out and zeros are left
+
+A gain's gradient is a sum over all tokens. Each of PROGRAMS programs keeps its part of it in a
+row of its own, `gain.partial` (PROGRAMS, ...), to which all group steps of a micro-step add;
+`add_partial_gradients` in model.py adds up the rows at the end. So there are no atomics, the bits
+are the same every time, and no small kernel follows each norm. A gain without `partial` gets its
+gradient from autograd as usual.
+
+Dimensions: N tokens, D width, H query heads, Hkv key-value heads, F = H or H + 2 Hkv heads that
+are projected together, d head size (its halves are rotated), k channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 264  # that share a gain's gradient: two for each of a Hopper GPU's 132 multiprocessors
+TOKENS = 4  # of width D at a time
+HEADS = 32  # tokens of one head at a time
+
+
+# ---- residual stream and norm -----------------------------------------------------------------
+
+
+@triton.jit
+def add_norm_kernel(x, y, gain, total, normed, rstd, N, eps, D: tl.constexpr, BLOCK: tl.constexpr,
+                    TOKENS: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    c = tl.arange(0, BLOCK)
+    at = n[:, None] * D + c[None, :]
+    mask = (n < N)[:, None] & (c < D)[None, :]
+    # rounded first, as what follows reads the rounded sum
+    s = (tl.load(x + at, mask, 0.0).to(tl.float32) + tl.load(y + at, mask, 0.0).to(tl.float32)
+         ).to(total.dtype.element_ty)
+    tl.store(total + at, s, mask)
+    s = s.to(tl.float32)
+    r = tl.rsqrt(tl.sum(s * s, 1) / D + eps)
+    g = tl.load(gain + c, c < D, 0.0).to(tl.float32)[None, :]
+    tl.store(normed + at, (s * r[:, None] * g).to(normed.dtype.element_ty), mask)
+    tl.store(rstd + n, r, n < N)
+
+
+@triton.jit
+def add_norm_backward_kernel(dnormed, dtotal, dstate, total, rstd, gain, out, partial, N,
+                             D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+                             HAS_TOTAL: tl.constexpr, HAS_STATE: tl.constexpr):
+    c = tl.arange(0, BLOCK)
+    g = tl.load(gain + c, c < D, 0.0).to(tl.float32)[None, :]
+    dgain = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for n0 in tl.range(tl.program_id(0) * TOKENS, N, tl.num_programs(0) * TOKENS):
+        n = tl.cast(n0, tl.int64) + tl.arange(0, TOKENS)
+        at = n[:, None] * D + c[None, :]
+        mask = (n < N)[:, None] & (c < D)[None, :]
+        r = tl.load(rstd + n, n < N, 0.0)[:, None]
+        unit = tl.load(total + at, mask, 0.0).to(tl.float32) * r
+        d = tl.load(dnormed + at, mask, 0.0).to(tl.float32)
+        dgain += d * unit
+        d *= g
+        d = r * (d - unit * (tl.sum(d * unit, 1) / D)[:, None])
+        if HAS_TOTAL:
+            d += tl.load(dtotal + at, mask, 0.0).to(tl.float32)
+        if HAS_STATE:
+            d += tl.load(dstate + at, mask, 0.0).to(tl.float32)
+        tl.store(out + at, d.to(out.dtype.element_ty), mask)
+    partial += tl.program_id(0) * D + c
+    tl.store(partial, tl.load(partial, c < D, 0.0) + tl.sum(dgain, 0), c < D)
+
+
+def partial_of(gain: Tensor, *rows: int) -> Tensor:
+    """gain.partial, or zeros (*rows, *gain.shape) for this call alone."""
+    if hasattr(gain, "partial"):
+        return gain.partial
+    return torch.zeros(*rows, *gain.shape, device=gain.device)
+
+
+def total_of(gain: Tensor, partial: Tensor) -> Tensor | None:
+    """The gradient for autograd: None where `partial` is collected at the end."""
+    if hasattr(gain, "partial"):
+        return None
+    return partial.flatten(0, -gain.dim() - 1).sum(0).to(gain.dtype)
+
+
+class AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, gain, eps):
+        D = x.size(-1)
+        N = x.numel() // D
+        x, y = x.contiguous(), y.contiguous()
+        total, normed = torch.empty_like(x), torch.empty_like(x)
+        rstd = x.new_empty(N, dtype=torch.float32)
+        add_norm_kernel[triton.cdiv(N, TOKENS),](
+            x, y, gain, total, normed, rstd, N, eps, D=D, BLOCK=triton.next_power_of_2(D),
+            TOKENS=TOKENS)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, rstd)
+        ctx.gain = gain
+        return total, normed, total.detach()
+
+    @staticmethod
+    def backward(ctx, dtotal, dnormed, dstate):
+        if dnormed is None:  # in a pass before the last nobody reads the last block
+            d = dtotal if dstate is None else dstate if dtotal is None else dtotal + dstate
+            return d, d, None, None
+        (total, rstd), gain, D = ctx.saved_tensors, ctx.gain, dnormed.size(-1)
+        out = torch.empty_like(total)
+        partial = partial_of(gain, PROGRAMS)
+        more = [None if d is None else d.contiguous() for d in (dtotal, dstate)]
+        add_norm_backward_kernel[PROGRAMS,](
+            dnormed.contiguous(), *more, total, rstd, gain, out, partial, len(rstd), D=D,
+            BLOCK=triton.next_power_of_2(D), TOKENS=TOKENS, HAS_TOTAL=dtotal is not None,
+            HAS_STATE=dstate is not None)
+        return out, out, total_of(gain, partial), None
+
+
+def add_norm(x: Tensor, y: Tensor, gain: Tensor, eps: float = 1e-6) -> tuple[Tensor, ...]:
+    """x + y (..., D), its RMSNorm, and x + y once more for other readers of the state: their
+    gradient then joins inside the backward kernel."""
+    return AddNorm.apply(x, y, gain, eps)
+
+
+# ---- heads: norm and rotation -----------------------------------------------------------------
+
+
+@triton.jit
+def halves(base, rows, exists, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """The two halves of the vectors that begin at `rows`, in float32."""
+    m = tl.arange(0, BLOCK)[None, :]
+    at, mask = base + rows[:, None] + m, exists[:, None] & (m < HALF)
+    return tl.load(at, mask, 0.0).to(tl.float32), tl.load(at + HALF, mask, 0.0).to(tl.float32)
+
+
+@triton.jit
+def store_halves(base, rows, exists, a, b, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    m = tl.arange(0, BLOCK)[None, :]
+    at, mask = base + rows[:, None] + m, exists[:, None] & (m < HALF)
+    tl.store(at, a.to(base.dtype.element_ty), mask)
+    tl.store(at + HALF, b.to(base.dtype.element_ty), mask)
+
+
+@triton.jit
+def pair(base, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    m = tl.arange(0, BLOCK)
+    return (tl.load(base + m, m < HALF, 0.0).to(tl.float32)[None, :],
+            tl.load(base + HALF + m, m < HALF, 0.0).to(tl.float32)[None, :])
+
+
+@triton.jit
+def angles(cos, sin, n, exists, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    m = tl.arange(0, BLOCK)[None, :]
+    at, mask = n[:, None] * HALF + m, exists[:, None] & (m < HALF)
+    return tl.load(cos + at, mask, 0.0), tl.load(sin + at, mask, 0.0)
+
+
+@triton.jit
+def norm_rotate(a, b, ga, gb, c, s, eps, HALF: tl.constexpr):
+    r = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+    a, b = a * r * ga, b * r * gb
+    return a * c - b * s, b * c + a * s
+
+
+@triton.jit
+def norm_rotate_gradient(a, b, ga, gb, c, s, da, db, eps, HALF: tl.constexpr):
+    """d a, d b, and each token's part of the gain's gradient."""
+    r = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+    a, b = a * r, b * r
+    da, db = da * c + db * s, db * c - da * s
+    dga, dgb = da * a, db * b
+    da, db = da * ga, db * gb
+    along = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
+    return r * (da - a * along), r * (db - b * along), dga, dgb
+
+
+@triton.jit
+def heads_kernel(x, q_gain, k_gain, cos, sin, q, k, v, N, eps, H: tl.constexpr, KV: tl.constexpr,
+                 F: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr):
+    """One head of HEADS tokens."""
+    d: tl.constexpr = 2 * HALF
+    n = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
+    f, exists = tl.program_id(1), n < N
+    a, b = halves(x, (n * F + f) * d, exists, HALF, BLOCK)
+    if f < H:
+        c, s = angles(cos, sin, n, exists, HALF, BLOCK)
+        ga, gb = pair(q_gain, HALF, BLOCK)
+        a, b = norm_rotate(a, b, ga, gb, c, s, eps, HALF)
+        store_halves(q, (n * H + f) * d, exists, a, b, HALF, BLOCK)
+    elif f < H + KV:
+        c, s = angles(cos, sin, n, exists, HALF, BLOCK)
+        ga, gb = pair(k_gain, HALF, BLOCK)
+        a, b = norm_rotate(a, b, ga, gb, c, s, eps, HALF)
+        store_halves(k, (n * KV + f - H) * d, exists, a, b, HALF, BLOCK)
+    else:
+        store_halves(v, (n * KV + f - H - KV) * d, exists, a, b, HALF, BLOCK)
+
+
+@triton.jit
+def heads_backward_kernel(x, gain, cos, sin, dy, dx, partial, N, eps, FIRST, COUNT: tl.constexpr,
+                          F: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+                          HEADS: tl.constexpr):
+    """Of COUNT heads from FIRST on, with one gain."""
+    d: tl.constexpr = 2 * HALF
+    f = tl.program_id(1)
+    ga, gb = pair(gain, HALF, BLOCK)
+    sum_a, sum_b = tl.zeros((HEADS, BLOCK), tl.float32), tl.zeros((HEADS, BLOCK), tl.float32)
+    for n0 in tl.range(tl.program_id(0) * HEADS, N, tl.num_programs(0) * HEADS):
+        n = tl.cast(n0, tl.int64) + tl.arange(0, HEADS)
+        exists = n < N
+        at = (n * F + FIRST + f) * d
+        a, b = halves(x, at, exists, HALF, BLOCK)
+        da, db = halves(dy, (n * COUNT + f) * d, exists, HALF, BLOCK)
+        c, s = angles(cos, sin, n, exists, HALF, BLOCK)
+        da, db, dga, dgb = norm_rotate_gradient(a, b, ga, gb, c, s, da, db, eps, HALF)
+        store_halves(dx, at, exists, da, db, HALF, BLOCK)
+        sum_a += dga
+        sum_b += dgb
+    add_to_partial(partial + (tl.program_id(0) * COUNT + f) * d, sum_a, sum_b, HALF, BLOCK)
+
+
+@triton.jit
+def add_to_partial(row, sum_a, sum_b, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    m = tl.arange(0, BLOCK)
+    tl.store(row + m, tl.load(row + m, m < HALF, 0.0) + tl.sum(sum_a, 0), m < HALF)
+    row += HALF
+    tl.store(row + m, tl.load(row + m, m < HALF, 0.0) + tl.sum(sum_b, 0), m < HALF)
+
+
+def head_options(d: int) -> dict:
+    return dict(HALF=d // 2, BLOCK=triton.next_power_of_2(d // 2), HEADS=HEADS)
+
+
+class SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, n_head, q_gain, k_gain, cos, sin, eps):
+        *shape, width = x.shape
+        d = q_gain.numel()
+        F, N = width // d, x.numel() // width
+        n_kv = (F - n_head) // 2
+        x = x.contiguous()
+        q = x.new_empty(*shape, n_head, d)
+        k, v = (x.new_empty(*shape, n_kv, d) for _ in range(2)) if n_kv else (None, None)
+        heads_kernel[triton.cdiv(N, HEADS), F](x, q_gain, k_gain, cos, sin, q, k, v, N, eps,
+                                               H=n_head, KV=n_kv, F=F, **head_options(d))
+        ctx.save_for_backward(x, cos, sin)
+        ctx.gains, ctx.eps = (q_gain, k_gain), eps
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx, *dy):
+        x, cos, sin = ctx.saved_tensors
+        d = ctx.gains[0].numel()
+        dx, dgains, first = torch.empty_like(x), [], 0
+        F, N = x.size(-1) // d, cos.numel() // (d // 2)
+        for gain, grad in zip(ctx.gains, dy):
+            if gain is None:
+                dgains.append(None)
+                continue
+            count = grad.size(-2)
+            partial = partial_of(gain, PROGRAMS, count)
+            programs = min(len(partial), triton.cdiv(N, HEADS))
+            heads_backward_kernel[programs, count](
+                x, gain, cos, sin, grad.contiguous(), dx, partial, N, ctx.eps, first, COUNT=count,
+                F=F, **head_options(d))
+            dgains.append(total_of(gain, partial))
+            first += count
+        if dy[2] is not None:
+            dx.unflatten(-1, (F, d))[..., first:, :] = dy[2]
+        return dx, None, *dgains, None, None, None
+
+
+def split_heads(x: Tensor, n_head: int, q_gain: Tensor, k_gain: Tensor | None, cos: Tensor,
+                sin: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(..., F d) -> queries (..., H, d), keys and values (..., Hkv, d), or None where F = H;
+    queries and keys normed and rotated by cos, sin (..., d / 2) float32."""
+    return SplitHeads.apply(x, n_head, q_gain, k_gain, cos, sin, eps)
+
+
+# ---- the pool's channels, into the cache and out of its gradient -------------------------------
+
+
+@triton.jit
+def slots(columns, n, exists, first, step, T, S, WIDTH: tl.constexpr, PER_ROW: tl.constexpr):
+    """Where token n = b T + t stands in a channel (B, S, WIDTH) of the cache."""
+    column = first + (n % T) * step
+    if PER_ROW:
+        column = tl.load(columns + n, exists, 0).to(tl.int64)
+    return ((n // T) * S + column) * WIDTH
+
+
+@triton.jit
+def store_kernel(x, gain, cos, sin, keys, values, columns, N, eps, T, S, first, step,
+                 PER_ROW: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr,
+                 BLOCK: tl.constexpr, HEADS: tl.constexpr):
+    """One head of one channel of HEADS tokens; x (2, k, N, Hkv d)."""
+    d: tl.constexpr = 2 * HALF
+    n = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
+    f, j, k = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
+    exists = n < N
+    to = (j * (N // T) * S) * KV * d + f * d + slots(columns, n, exists, first, step, T, S, KV * d,
+                                                     PER_ROW)
+    a, b = halves(x, ((j * N + n) * KV + f) * d, exists, HALF, BLOCK)
+    va, vb = halves(x, (((k + j) * N + n) * KV + f) * d, exists, HALF, BLOCK)
+    c, s = angles(cos, sin, n, exists, HALF, BLOCK)
+    ga, gb = pair(gain + j * d, HALF, BLOCK)
+    a, b = norm_rotate(a, b, ga, gb, c, s, eps, HALF)
+    store_halves(keys, to, exists, a, b, HALF, BLOCK)
+    store_halves(values, to, exists, va, vb, HALF, BLOCK)
+
+
+@triton.jit
+def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps, T, S, first, step,
+                PER_ROW: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+                HEADS: tl.constexpr):
+    """The gradient of store_kernel's x from that of the cache, which is zeroed there."""
+    d: tl.constexpr = 2 * HALF
+    f, j, k = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
+    ga, gb = pair(gain + j * d, HALF, BLOCK)
+    sum_a, sum_b = tl.zeros((HEADS, BLOCK), tl.float32), tl.zeros((HEADS, BLOCK), tl.float32)
+    none = tl.zeros((HEADS, BLOCK), tl.float32)
+    for n0 in tl.range(tl.program_id(0) * HEADS, N, tl.num_programs(0) * HEADS):
+        n = tl.cast(n0, tl.int64) + tl.arange(0, HEADS)
+        exists = n < N
+        at = (j * (N // T) * S) * KV * d + f * d + slots(columns, n, exists, first, step, T, S,
+                                                         KV * d, PER_ROW)
+        row = ((j * N + n) * KV + f) * d
+        a, b = halves(x, row, exists, HALF, BLOCK)
+        da, db = halves(dkeys, at, exists, HALF, BLOCK)
+        va, vb = halves(dvalues, at, exists, HALF, BLOCK)
+        c, s = angles(cos, sin, n, exists, HALF, BLOCK)
+        da, db, dga, dgb = norm_rotate_gradient(a, b, ga, gb, c, s, da, db, eps, HALF)
+        store_halves(dx, row, exists, da, db, HALF, BLOCK)
+        store_halves(dx, row + k * N * KV * d, exists, va, vb, HALF, BLOCK)
+        store_halves(dkeys, at, exists, none, none, HALF, BLOCK)
+        store_halves(dvalues, at, exists, none, none, HALF, BLOCK)
+        sum_a += dga
+        sum_b += dgb
+    row = partial + ((tl.program_id(0) * KV + f) * k + j) * d
+    add_to_partial(row, sum_a, sum_b, HALF, BLOCK)
+
+
+def columns_of(columns: slice | Tensor, T: int) -> tuple[Tensor | None, int, int, bool]:
+    """columns, first, step, per row: as the kernels want them."""
+    if isinstance(columns, Tensor):
+        return columns.contiguous(), 0, 1, True
+    return None, columns.start or 0, columns.step or 1, False
+
+
+def store(projected: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, columns: slice | Tensor,
+          k: Tensor, v: Tensor, eps: float = 1e-6):
+    """Write projected keys and values (2, k, B, T, Hkv d) to `columns` of k, v (k, B, S, Hkv, d),
+    the keys normed with gains (k, d) and rotated by cos, sin (B, T, d / 2)."""
+    (_, C, B, T, _), (S, Hkv, d) = projected.shape, k.shape[2:]
+    N = B * T
+    columns, first, step, per_row = columns_of(columns, T)
+    store_kernel[triton.cdiv(N, HEADS), Hkv, C](
+        projected, gain, cos, sin, k, v, columns, N, eps, T, S, first, step, PER_ROW=per_row,
+        KV=Hkv, **head_options(d))
+
+
+def take(projected: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, columns: slice | Tensor,
+         dk: Tensor, dv: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor | None]:
+    """Gradients of `projected` and `gain` (None where gain.partial collects it) out of those of
+    the cache, dk and dv, which are zero there afterwards."""
+    (_, C, B, T, _), (S, Hkv, d) = projected.shape, dk.shape[2:]
+    N = B * T
+    columns, first, step, per_row = columns_of(columns, T)
+    dx = torch.empty_like(projected)
+    partial = partial_of(gain, STORE_PROGRAMS, Hkv)
+    programs = min(len(partial), triton.cdiv(N, HEADS))
+    take_kernel[programs, Hkv, C](
+        projected, gain, cos, sin, dk, dv, columns, dx, partial, N, eps, T, S, first, step,
+        PER_ROW=per_row, KV=Hkv, **head_options(d))
+    return dx, total_of(gain, partial)
+
+
+STORE_PROGRAMS = 32  # of each head and channel
+
+
+def partial_rows(name: str, config) -> tuple[int, ...]:
+    """Leading shape of the `partial` of the gain called `name`."""
+    return {"q_norm": (PROGRAMS, config.n_head), "k_norm": (PROGRAMS, config.n_kv_head),
+            "key_norm": (STORE_PROGRAMS, config.n_kv_head)}.get(name, (PROGRAMS,))

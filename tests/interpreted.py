@@ -1,0 +1,33 @@
+"""Triton for the tests of kernels: on a GPU as it is, elsewhere interpreted."""
+
+import os
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
+
+if not GPU:
+    from triton.runtime import interpreter
+
+    def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
+        """Loop bounds are arrays of one element, which NumPy 2.4 no longer takes for integers."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def reduce_tile(self, kind, desc, value, indices):
+        """The copy engine's addition, which the interpreter lacks."""
+        a, b = self.create_descriptor_load(desc, indices, None, None).data, value.data
+        if value.dtype.is_bf16():  # kept as uint16
+            a, b = (torch.from_numpy(x).view(torch.bfloat16) for x in (a, b))
+            total = (a + b).view(torch.uint16).numpy()
+        else:
+            total = a + b
+        self.create_descriptor_store(desc, interpreter.TensorHandle(total, value.dtype), indices)
+
+    interpreter._patch_lang_tensor = patch_tensor
+    interpreter.InterpreterBuilder.create_descriptor_reduce = reduce_tile
