@@ -21,6 +21,7 @@ try:  # the fast path; Triton comes with PyTorch's CUDA builds
 except ImportError:
     kernels = norm_kernels = None
 
+FEW = 8  # so few queries of a row are decoding: then programs share the keys
 Sink = tuple[Tensor, Tensor]  # one more key and value (Hkv, d) that every query reads: the dummy
 
 
@@ -78,7 +79,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink: Sink | None = None
     A query that may read nothing at all gets 0. Scale 1 / sqrt(d).
     """
     if is_fast(q):
-        return kernels.attention(q, k, v, rows.start, rows.stop, *(sink or ()))
+        decoding = q.size(1) <= FEW and not torch.is_grad_enabled()
+        kernel = kernels.decode_attention if decoding else kernels.attention
+        return kernel(q, k, v, rows.start, rows.stop, *(sink or ()))
     B, T, H, d = q.shape
     Hkv, G = k.size(2), H // k.size(2)
     # the G query heads that share a key-value head become rows: one large product per key head

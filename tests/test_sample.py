@@ -93,19 +93,46 @@ def test_bad_values(checkpoint, bad):
 
 def test_choose():
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-    generator = torch.Generator().manual_seed(0)
+    u = torch.arange(1000) / 1000
 
-    def drawn(**how):
-        how = {"temperature": 1.0, "top_k": None, "top_p": 1.0} | how
-        ids = sample.choose(probs.log().expand(4000, -1), generator=generator, **how)
-        return (torch.bincount(ids, minlength=4) / 4000).tolist()
+    def drawn(p=probs, **how):
+        ids = sample.choose(p.log().expand(1000, -1), u, **{"temperature": 1.0} | how)
+        return (torch.bincount(ids, minlength=4) / 1000).tolist()
 
-    assert drawn() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
-    assert drawn(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
-    assert drawn(top_p=0.8) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
-    assert drawn(top_p=0.81)[2] > 0
-    assert drawn(top_p=1e-6) == [1, 0, 0, 0]
-    assert drawn(temperature=0.5) == pytest.approx([0.685, 0.247, 0.062, 0.007], abs=0.03)
+    assert drawn() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.002)
+    assert drawn(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.002)
+    assert drawn(probs.flip(-1), top_k=2) == pytest.approx([0, 0, 0.375, 0.625], abs=0.002)
+    assert drawn(top_p=0.79) == pytest.approx([0.625, 0.375, 0, 0], abs=0.002)
+    assert drawn(top_p=0.81) == pytest.approx([0.526, 0.316, 0.158, 0], abs=0.002)
+    assert drawn(top_p=1e-6) == drawn(temperature=0) == [1, 0, 0, 0]
+    assert drawn(top_k=99) == drawn() == drawn(top_k=0)
+    assert drawn(temperature=0.5) == pytest.approx([0.685, 0.247, 0.062, 0.007], abs=0.002)
+
+
+def test_choose_marks_what_is_not_finite():
+    logits = torch.zeros(4, 5)
+    logits[0, 1], logits[1, 2], logits[2, 3] = torch.nan, torch.inf, -torch.inf
+    for how in (dict(temperature=0), dict(temperature=1), dict(temperature=1, top_p=0.5)):
+        assert (sample.choose(logits, torch.zeros(4), **how) < 0).tolist() == [1, 1, 1, 0]
+
+
+def test_draws_never_reach_one():
+    """Not after the sum of a large vocabulary was rounded either."""
+    u = torch.full((3,), 1.0) * (1 - 1e-6)
+    logits = torch.randn(3, 50_000, generator=torch.Generator().manual_seed(0))
+    assert (sample.choose(logits, u, 1.0) < 50_000).all()
+    assert 0 <= sample.draws(5, 1000, 4).min() < 0.01 and 0.99 < sample.draws(5, 1000, 4).max() < 1
+
+
+def test_a_sample_in_a_batch_equals_a_run_alone(checkpoint):
+    """Sample i has the random numbers of seed + i, whatever stands beside it."""
+    model, _ = sample.load_model(checkpoint, "cpu")
+    prompts = [[97, 98], [97, 98], [99], [97, 98]]
+    how = dict(temperature=1.0, top_k=50, top_p=0.9)
+    together = collect(model, prompts, 12, seed=7, **how)
+    assert together == [collect(model, [p], 12, seed=7 + i, **how)[0]
+                        for i, p in enumerate(prompts)]
+    assert together[0] != together[1]
 
 
 # ---- case 51: longer than the context is allowed, with a note
@@ -137,32 +164,86 @@ def test_stops_at_eos():
     assert collect(rows, [[1], [2, 3]], 9, stop_id=eos) == [[], [a, b]]
 
 
+def printed(stop, *rows):
+    """What is printed of rows of text that come byte by byte."""
+    out = io.StringIO()
+    printer = sample.Printer(get_tokenizer("bytes"), [""] * len(rows), stop, out)
+    for n in range(max(map(len, rows))):
+        printer.add([ord(row[n]) if n < len(row) else None for row in rows])
+    printer.close()
+    return out.getvalue()
+
+
+def test_case_53_stop_string():
+    """Ends before it, though every character is a token of its own; a beginning is no match."""
+    assert printed("XY", "abXYcd") == "ab\n"
+    assert printed("XY", "aXXYb") == "aX\n"
+    assert printed("XY", "abX") == "abX\n"  # what was held back is printed in the end
+    assert printed("aab", "aaab") == "a\n"
+    two = printed("XY", "aXYbcdef", "cXdXYef")
+    assert two == "--- sample 1 of 2 ---\na\n--- sample 2 of 2 ---\ncXd\n"
+
+
+def test_case_53_stop_string_ends_the_run(checkpoint, capsys):
+    argv = f"out_dir={checkpoint}", "max_new_tokens=200", "ignore_eos=true", "start=x"
+    whole = run_main(capsys, *argv, "dtype=float32").out
+    stop = whole[20]
+    read = run_main(capsys, *argv, f"stop={stop}")
+    assert whole.startswith(read.out[:-1] + stop) and stop not in read.out[1:-1]
+    assert "of 200 tokens" not in read.err
+
+
 # ---- case 54: cached decoding is the whole computation
 
 SYSTEMS = [dict(kv="vanilla"), dict(n_channels=1), dict(n_channels=2), dict(n_channels=3)]
 
 
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
 @torch.no_grad()
-def test_decoding_equals_full_computation(system):
+def test_case_54_decoding_equals_full_computation(system, static):
+    """Also in the form that a CUDA graph takes: a cache of fixed size, columns on the device."""
     model = small_model(**system)
     model.config.eos_id = None
     solve = autoregressive if model.iterates else one_pass
     prompt = random_tokens(1, 9)[0].tolist()
-    h, cache, index, start, _ = sample.begin(model, [prompt], 20, "autoregressive")
+    logits = []
+
+    def greedy(x, n):
+        logits.append(x)
+        return x.argmax(-1)
+
+    decoding, _ = sample.begin(model, [prompt], 21, greedy, "autoregressive", static=static)
     channels = system.get("n_channels", 3)  # (d) k of them, where vanilla has L = 3
-    assert cache.k.shape == cache.v.shape == (channels, 1, 29, 2, 6)
-    seq, logits = list(prompt), [model.logits(h)]
-    for _ in range(20):  # (a)
-        token = logits[-1].argmax(-1)
-        seq.append(int(token))
-        h = sample.step(model, cache, token, index, start)
-        index = index + 1
-        logits.append(model.logits(h))
-    full = model.logits(solve(model, torch.tensor([seq])).final)[0, 8:]
-    assert (full - torch.cat(logits)).abs().max() < 1e-10
+    assert decoding.cache.k.shape == decoding.cache.v.shape == (channels, 1, 30, 2, 6)
+    ids = [i for (i,) in decoding.tokens(21)]
+    full = model.logits(solve(model, torch.tensor([prompt + ids[:-1]])).final)[0, 8:]
+    assert (full - torch.cat(logits)).abs().max() < 1e-10  # (a)
     # (b) converged prefill gives the same ids
-    assert collect(model, [prompt], 20, tol=1e-12, n_groups=4) == [seq[9:]]
+    assert collect(model, [prompt], 21, tol=1e-12, n_groups=4) == [ids]
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=str)
+@torch.no_grad()
+def test_static_steps_with_documents(system):
+    """Rows of different lengths, with documents that end in the prompt and while decoding."""
+    model = small_model(**system)
+    script = iter(torch.tensor([[7, 0, 4, 0], [0, 5, 4, 9], [2, 3, 0, 1], [6, 6, 6, 6]]))
+    prompts = [[3, 5], [1], [4, 0, 2, 0], [8, 8, 1]]
+    logits = []
+
+    def forced(x, n):
+        logits.append(x)
+        return next(script)
+
+    decoding, _ = sample.begin(model, prompts, 4, forced, "autoregressive", static=True)
+    new = list(decoding.tokens(4))
+    solve = autoregressive if model.iterates else one_pass
+    for b, prompt in enumerate(prompts):
+        seq = torch.tensor([prompt + [ids[b] for ids in new][:-1]])
+        full = model.logits(solve(model, seq).final)[0, len(prompt) - 1:]
+        assert (full - torch.stack(logits, 1)[b]).abs().max() < 1e-10
+    assert decoding.index.tolist() == [len(p) + 3 for p in prompts]
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
@@ -207,7 +288,7 @@ def test_default_prefill_is_close():
     model = build(ModelConfig(**TINY)).double()
     prompt = random_tokens(1, 30)[0].tolist()
     with torch.no_grad():
-        three, exact = (model.logits(sample.begin(model, [prompt], 1, how, 3, 8)[0])
+        three, exact = (model.logits(sample.prefill(model, torch.tensor([prompt]), how).final[:, -1])
                         for how in ("cyclic", "autoregressive"))
     assert (three - exact).abs().max() < 1e-3 * exact.abs().max()
 
@@ -228,6 +309,7 @@ def test_one_stack_pass_per_token():
     assert len(collect(model, [[1] * 16], 50, passes=3, n_groups=4, stats=stats)[0]) == 50
     # the prefill gives the first token, and nobody asks what follows the last
     assert calls == [4] * 12 + [1] * 49
+    assert stats.prefill_tokens == 16
     assert stats.decode_tokens == 49 and stats.report.passes == 3
 
 
@@ -251,7 +333,7 @@ def test_padded_vocabulary(tmp_path, capsys):
 def test_characters_that_span_tokens(cut, ending):
     data = "né🙂".encode()
     out = io.StringIO()
-    printer = sample.Printer(get_tokenizer("bytes"), "", 1, out)
+    printer = sample.Printer(get_tokenizer("bytes"), [""], out=out)
     for byte in data[:len(data) - cut]:
         printer.add([byte])
         assert "\ufffd" not in out.getvalue()
@@ -261,7 +343,7 @@ def test_characters_that_span_tokens(cut, ending):
 
 def test_samples_are_printed_one_after_the_other():
     out = io.StringIO()
-    printer = sample.Printer(get_tokenizer("bytes"), ">", 2, out)
+    printer = sample.Printer(get_tokenizer("bytes"), [">", ">"], out=out)
     for ids in [[97, 99], [98, 100], [None, 101]]:
         printer.add(ids)
     printer.close()
@@ -297,6 +379,28 @@ def test_prompts(checkpoint, capsys, tmp_path):
     assert run_main(capsys, "start=x <|endoftext|> y", *argv).out.startswith("x <|endoftext|> y")
     read = run_main(capsys, "start=", *argv)
     assert "prefill of 1 tokens" in read.err and "converged" in read.err
+
+
+def test_a_file_of_prompts(checkpoint, capsys, tmp_path):
+    """One batch; of different lengths, and as each alone."""
+    (tmp_path / "p.txt").write_text("one\n\nthe third\n", encoding="utf-8")
+    argv = f"out_dir={checkpoint}", "max_new_tokens=8", "temperature=0", "exact=true"
+    read = run_main(capsys, f"prompts={tmp_path}/p.txt", "num_samples=2", *argv)
+    texts = [run_main(capsys, f"start={start}", *argv).out for start in ("one", "", "the third")]
+    assert read.out.split("--- sample ")[1:] == [
+        f"{i} of 6 ---\n{texts[(i - 1) // 2]}" for i in range(1, 7)]
+    assert "prefill of 13 tokens" in read.err  # each prompt once; the empty one is an EOS
+    (tmp_path / "p.txt").write_text("")
+    with pytest.raises(UserError, match="prompts=.*empty"):
+        sample.main([f"--out_dir={checkpoint}", f"--prompts={tmp_path}/p.txt"])
+
+
+def test_interactive(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
+    argv = f"out_dir={checkpoint}", "max_new_tokens=5", "temperature=0"
+    out = run_main(capsys, "interactive", *argv).out
+    texts = [run_main(capsys, f"start={start}", *argv).out for start in ("first", "second")]
+    assert out == f"> {texts[0]}> {texts[1]}> \n"
 
 
 # ---- cases 57 and 49: what is refused, as the shell sees it
