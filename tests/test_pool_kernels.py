@@ -43,7 +43,7 @@ def case(N, dtype=torch.float32, seed=0, **sizes):
     size = torch.arange(1, c.n_layer + 1)[:, None, None] / 2  # sources are not of one scale
     states = (randn(c.n_layer, N, c.n_embd) * size).to(dtype).double()
     grad = randn(2 * c.n_channels, N, c.n_kv_head * c.head_dim).to(dtype).double()
-    return branches, list(states.to(DEVICE)), grad.to(DEVICE), c.router_stride
+    return branches, list(states.to(DEVICE)), grad.to(DEVICE)
 
 
 def reference(branches, states):
@@ -51,16 +51,16 @@ def reference(branches, states):
     return torch.cat([branch.channels(unit)[:, 0] for branch in branches])
 
 
-def ours(branches, states, p=None):
+def ours(branches, states):
     return pool_kernels.Folded(*branches, states[0].dtype).channels(states).flatten(0, 1)
 
 
-def results(function, branches, states, grad, *more):
+def results(function, branches, states, grad):
     """Output, gradients of states, gradients of parameters."""
     states = [h.detach().requires_grad_() for h in states]
     for branch in branches:
         branch.zero_grad()
-    out = function(branches, states, *more)
+    out = function(branches, states)
     out.backward(grad.to(out.dtype))
     named = [x for b in branches for x in b.named_parameters()]
     return out.detach(), [h.grad for h in states], {f"{i} {n}": w.grad.clone()
@@ -74,12 +74,12 @@ def close(mine, theirs, tol, scale=None):
 
 
 def check(dtype, tol, **sizes):
-    branches, states, grad, p = case(dtype=dtype, **sizes)
+    branches, states, grad = case(dtype=dtype, **sizes)
     out, dh, dw = results(reference, branches, states, grad)
     for branch in branches:
         branch.float()
     states = [h.to(dtype) for h in states]
-    mine, my_dh, my_dw = results(ours, branches, states, grad, p)
+    mine, my_dh, my_dw = results(ours, branches, states, grad)
     close(mine, out, tol[0])
     for a, b in zip(my_dh, dh, strict=True):
         close(a, b, tol[1], max(b.norm(), 1e-3 * torch.stack(dh).norm()))
@@ -94,18 +94,18 @@ def test_against_branches(sizes, tiles):
 
 def test_views_of_stacked_states(tiles):
     """Bit for bit the same as separate tensors, whichever way they are stacked."""
-    branches, states, _, p = case(N=4, n_layer=3, n_channels=3, n_embd=32)
+    branches, states, _ = case(N=4, n_layer=3, n_channels=3, n_embd=32)
     branches, states = [b.float() for b in branches], [h.float() for h in states]
-    expected = ours(branches, states, p)
+    expected = ours(branches, states)
     for dim in (0, 1):
-        assert ours(branches, torch.stack(states, dim).unbind(dim), p).equal(expected)
+        assert ours(branches, torch.stack(states, dim).unbind(dim)).equal(expected)
     rows = [h.unflatten(0, (2, 2)) for h in states]
-    assert ours(branches, rows, p).equal(expected)
+    assert ours(branches, rows).flatten(1, 2).equal(expected)
 
 
 def test_evaluations_add_up(tiles):
     """Gradients of two evaluations, the first on fewer tokens, are one sum."""
-    branches, states, grad, _ = case(N=4, n_layer=4, n_channels=4, n_embd=16)
+    branches, states, grad = case(N=4, n_layer=4, n_channels=4, n_embd=16)
     for b in branches:
         b.float()
     states = [h.float() for h in states]
@@ -127,7 +127,7 @@ def test_evaluations_add_up(tiles):
 
 
 def test_wrong_arguments():
-    branches, states, _, _ = case(N=4, n_layer=3, n_channels=3, n_embd=32)
+    branches, states, _ = case(N=4, n_layer=3, n_channels=3, n_embd=32)
     folded = pool_kernels.Folded(*(b.float() for b in branches), torch.float32)
     states = [h.float() for h in states]
     with pytest.raises(ValueError, match="are needed"):
@@ -156,7 +156,7 @@ def test_bfloat16(sizes):
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
 def test_captured_in_a_graph():
-    branches, states, grad, _ = case(N=256, dtype=torch.bfloat16, n_layer=8, n_channels=8,
+    branches, states, grad = case(N=256, dtype=torch.bfloat16, n_layer=8, n_channels=8,
                                      n_embd=512)
     for b in branches:
         b.float()
