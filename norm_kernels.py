@@ -192,13 +192,14 @@ def heads_kernel(x, q_gain, k_gain, cos, sin, q, k, v, N, eps, H: tl.constexpr, 
         ga, gb = pair(q_gain, HALF, BLOCK)
         a, b = norm_rotate(a, b, ga, gb, c, s, eps, HALF)
         store_halves(q, (n * H + f) * d, exists, a, b, HALF, BLOCK)
-    elif f < H + KV:
-        c, s = angles(cos, sin, n, exists, HALF, BLOCK)
-        ga, gb = pair(k_gain, HALF, BLOCK)
-        a, b = norm_rotate(a, b, ga, gb, c, s, eps, HALF)
-        store_halves(k, (n * KV + f - H) * d, exists, a, b, HALF, BLOCK)
-    else:
-        store_halves(v, (n * KV + f - H - KV) * d, exists, a, b, HALF, BLOCK)
+    elif KV > 0:  # without them, k_gain, k and v are None
+        if f < H + KV:
+            c, s = angles(cos, sin, n, exists, HALF, BLOCK)
+            ga, gb = pair(k_gain, HALF, BLOCK)
+            a, b = norm_rotate(a, b, ga, gb, c, s, eps, HALF)
+            store_halves(k, (n * KV + f - H) * d, exists, a, b, HALF, BLOCK)
+        else:
+            store_halves(v, (n * KV + f - H - KV) * d, exists, a, b, HALF, BLOCK)
 
 
 @triton.jit
