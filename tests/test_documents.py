@@ -1,0 +1,290 @@
+"""documents.py: file formats, and downloads from a server that breaks off, refuses and forgets."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import importlib.util
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from test_tokenizers import MERGES, tokenizer_json
+
+import documents
+import prepare_data
+import tokenizer
+from configurator import UserError
+from documents import Documents, fetch, find_files, fineweb_edu
+
+
+def texts_of(*files: Path) -> list[str]:
+    return ["".join(document) for document in Documents(files)]
+
+
+def jsonl(*texts: str) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+# --- files
+
+
+def test_gzip_and_plain_files_hold_the_same_documents(tmp_path):
+    book = "naïve 中文\r\n" * 100_000  # longer than a piece, its characters lie across pieces
+    lines = jsonl("one", "two\nlines", "", "🙂")
+    for name, data in (("a.txt", book.encode()), ("b.jsonl", lines)):
+        (tmp_path / name).write_bytes(data)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(data))
+    for ending in ("", ".gz"):
+        found = texts_of(tmp_path / f"a.txt{ending}", tmp_path / f"b.jsonl{ending}")
+        assert found == [book, "one", "two\nlines", "", "🙂"]
+
+
+def test_reading_tells_how_far_it_has_come(tmp_path):
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        data = jsonl(*["some text"] * 20_000)
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    source = Documents(sorted(tmp_path.iterdir()))
+    shares = [source.done() / source.size for _ in source]
+    assert shares == sorted(shares) and shares[0] < 0.5 and 0.4 < shares[10_000] < 0.6
+    assert source.done() == source.size
+
+
+def test_files_are_named_by_lists_folders_and_globs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b/2.txt", "b/1.jsonl.gz", "b/c/3.txt.gz", "b/no.md", "a.txt", "x,y.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    found = {names: [str(p) for p in find_files(names)] for names in
+             ("b", "a.txt, b/*.txt", "b/**/*.gz", "x,y.txt", "a.txt,a.txt", "b/*")}  # fmt: skip
+    assert found == {
+        "b": ["b/1.jsonl.gz", "b/2.txt", "b/c/3.txt.gz"],
+        "a.txt, b/*.txt": ["a.txt", "b/2.txt"],
+        "b/**/*.gz": ["b/1.jsonl.gz", "b/c/3.txt.gz"],
+        "x,y.txt": ["x,y.txt"],
+        "a.txt,a.txt": ["a.txt"],
+        "b/*": ["b/1.jsonl.gz", "b/2.txt", "b/c/3.txt.gz"],
+    }
+    for names, message in (("z*.txt", "z[*].txt does not exist"), (",", "names no file"),
+                           ("b/no.md", "no.md is or holds no")):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            find_files(names)
+    for names, name in (("b", "b"), ("b/2.txt", "2"), ("b/1.jsonl.gz", "1"), ("b/*.gz", "b")):
+        assert prepare_data.dataset_name(names, find_files(names)[0]) == name
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-20], lambda b: b[:200] + b"xx" + b[202:],
+                                    lambda b: b"no gzip"])  # fmt: skip
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
+def test_a_damaged_gzip_file_is_named(tmp_path, name, damage):
+    whole = gzip.compress(jsonl(*map(str, range(10_000))))
+    (tmp_path / name).write_bytes(damage(whole))
+    with pytest.raises(UserError, match=f"{name} is damaged"):
+        texts_of(tmp_path / name)
+
+
+def test_a_bad_line_inside_gzip_has_its_number(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl("one", "two") + b"{oops\n"))
+    with pytest.raises(UserError, match="a.jsonl.gz, line 3: not JSON"):
+        texts_of(tmp_path / "a.jsonl.gz")
+
+
+def test_parquet_without_pyarrow_is_one_clear_message(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(UserError, match="parquet files need pyarrow: pip install pyarrow"):
+        find_files(str(tmp_path))
+    with pytest.raises(UserError, match="pip install pyarrow"):
+        prepare_data.main(["fineweb-edu", "--tokenizer=bytes", f"--out_dir={tmp_path / 'out'}",
+                           "--base_url=http://127.0.0.1:9"])  # fmt: skip
+
+
+def write_parquet(path: Path, texts: list, column: str = "text") -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pyarrow.table({"n": list(range(len(texts))), column: texts})
+    parquet.write_table(table, path, row_group_size=100)
+
+
+def test_parquet_rows_are_documents(tmp_path):
+    texts = [f"text {i} 中文" * (i % 7) for i in range(1000)]
+    write_parquet(tmp_path / "a.parquet", [*texts, None])
+    assert texts_of(tmp_path / "a.parquet") == [*texts, ""]
+
+
+def test_parquet_of_another_kind_is_named(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["x"], column="body")
+    with pytest.raises(UserError, match='a.parquet: no column "text" .its columns are n, body'):
+        texts_of(tmp_path / "a.parquet")
+    write_parquet(tmp_path / "b.parquet", [1, 2])
+    with pytest.raises(UserError, match='b.parquet: the column "text" holds int64'):
+        texts_of(tmp_path / "b.parquet")
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 no more PAR1")
+    with pytest.raises(UserError, match="c.parquet is no parquet file or damaged"):
+        texts_of(tmp_path / "c.parquet")
+
+
+# --- the network
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves `files`, but hangs up after `at_once` bytes of a body; notes what it is `asked`."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, bytes] = {}
+        self.at_once = 10**9
+        self.ranges = True
+        self.errors: list[int] = []  # status codes of the next answers
+        self.asked: list[tuple[str, str]] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/data"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        server, wanted = self.server, self.headers.get("Range", "")
+        server.asked.append((self.path, wanted))
+        data = server.files.get(self.path)
+        if server.errors or data is None:
+            self.send_error(server.errors.pop(0) if server.errors else 404)
+            return
+        start = int(wanted[len("bytes=") : -1]) if wanted and server.ranges else 0
+        if start and start >= len(data):
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{len(data)}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        self.wfile.write(data[start : start + server.at_once])
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(documents, "PAUSE", 0.001)
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+DATA = bytes(range(256)) * 4096  # 1 MiB
+
+
+def get(server: Server, path: Path, **options) -> list[tuple]:
+    return list(fetch(f"{server.url}/a", path, **options))
+
+
+def test_a_download_that_breaks_off_goes_on_where_it_stopped(tmp_path, server):
+    server.files["/data/a"], server.at_once = DATA, 100_000
+    steps = get(server, tmp_path / "a", tries=2)  # each try brings something
+    assert (tmp_path / "a").read_bytes() == DATA
+    assert [wanted for _, wanted in server.asked] == \
+        ["", *(f"bytes={n}-" for n in range(100_000, len(DATA), 100_000))]  # fmt: skip
+    assert sum(new for new, _, _ in steps) == len(DATA) and steps[-1][1:] == (len(DATA),) * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+def test_a_later_run_goes_on_with_the_part(tmp_path, server):
+    server.files["/data/a"], server.at_once = DATA, 300_000
+    with pytest.raises(UserError, match="300,000 of 1,048,576 bytes.*goes on from here"):
+        get(server, tmp_path / "a", tries=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.part"]
+    server.at_once = 10**9
+    get(server, tmp_path / "a", tries=1)
+    assert server.asked[-1][1] == "bytes=300000-" and (tmp_path / "a").read_bytes() == DATA
+
+
+def test_a_server_without_ranges_starts_again(tmp_path, server):
+    server.files["/data/a"], server.ranges = DATA, False
+    (tmp_path / "a.part").write_bytes(b"old" * 1000)
+    get(server, tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == DATA
+
+
+def test_a_part_that_is_complete_is_taken_and_one_that_is_too_long_is_not(tmp_path, server):
+    server.files["/data/a"] = DATA
+    for part in (DATA, DATA + b"more"):
+        (tmp_path / "a.part").write_bytes(part)
+        get(server, tmp_path / "a")
+        assert (tmp_path / "a").read_bytes() == DATA
+    assert [wanted for _, wanted in server.asked] == ["bytes=1048576-", "bytes=1048580-", ""]
+
+
+def test_an_overloaded_server_is_asked_again_and_a_refusal_is_final(tmp_path, server):
+    server.files["/data/a"] = DATA
+    server.errors = [503, 429, 500]
+    get(server, tmp_path / "a")
+    assert len(server.asked) == 4 and (tmp_path / "a").read_bytes() == DATA
+    with pytest.raises(UserError, match="/data/b: 404"):
+        list(fetch(f"{server.url}/b", tmp_path / "b"))
+    assert len(server.asked) == 5 and not (tmp_path / "b.part").exists()
+    server.errors = [503] * 9
+    with pytest.raises(UserError, match="503.*gave up"):
+        get(server, tmp_path / "c", tries=3)
+    assert len(server.asked) == 8
+
+
+def test_nobody_there_is_an_error_in_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "PAUSE", 0.001)
+    monkeypatch.setenv("no_proxy", "*")
+    with pytest.raises(UserError, match="http://127.0.0.1:9/x: .*refused.*gave up"):
+        list(fetch("http://127.0.0.1:9/x", tmp_path / "x", tries=2))
+
+
+def test_shards_that_are_there_are_not_downloaded_again(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(documents, "import_parquet", lambda: None)
+    for i in range(3):
+        server.files[f"/data/shard_0000{i}.parquet"] = DATA[: 1000 + i]
+    (tmp_path / "shard_00001.parquet").write_bytes(b"mine")
+    shown: list[tuple] = []
+    paths = fineweb_edu(tmp_path, 3, server.url + "/", lambda *step: shown.append(step))
+    assert [p.read_bytes() for p in paths] == [DATA[:1000], b"mine", DATA[:1002]]
+    assert shown == [(1 / 3, 1000), (1, 2002)] and len(server.asked) == 2
+
+
+def test_the_papers_corpus_from_shards_to_splits(tmp_path, server, capsys):
+    shard = tmp_path / "shard.parquet"
+    for i in range(2):
+        write_parquet(shard, [f" {i}-{n} " + "word " * (n % 50) for n in range(400)])
+        server.files[f"/data/shard_0000{i}.parquet"] = shard.read_bytes()
+    server.at_once = 4000
+    out = tmp_path / "out"
+    prepare_data.main(["fineweb-edu", "--tokenizer=bytes", "--shards=2", f"--base_url={server.url}",
+                       f"--out_dir={out}", "--test_rows=3", "--val_rows=2"])  # fmt: skip
+    meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
+    assert (meta["tokens"]["test"], meta["tokens"]["val"]) == (3 * 2048, 2 * 2048)
+    text = bytes((out / "train.bin").read_bytes()[::2]).decode("latin-1")
+    documents_of_train = text.split("\0")[:-1]  # the low byte of EOS
+    assert documents_of_train[0] == "0-20 " + ("word " * 20).strip()  # the first of 100 characters
+    assert min(map(len, documents_of_train)) >= 100
+    assert "under 100 characters skipped" in capsys.readouterr().out
+    assert sorted(p.name for p in (out / "shards").iterdir()) == \
+        ["shard_00000.parquet", "shard_00001.parquet"]  # fmt: skip
+
+
+def test_qwen3_is_downloaded_once(tmp_path, server, monkeypatch):
+    server.files["/data/tokenizer.json"] = json.dumps(tokenizer_json(MERGES)).encode()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tokenizer, "QWEN_URL", f"{server.url}/tokenizer.json")
+    monkeypatch.setattr(tokenizer, "QWEN_EOS", 406)
+    monkeypatch.setattr(tokenizer, "QWEN_ROWS", 407)
+    for _ in range(2):
+        assert tokenizer.get_tokenizer("qwen3").vocab_size == 407
+    assert len(server.asked) == 1
