@@ -174,6 +174,20 @@ def draws(seed: int, n_tokens: int, n_rows: int) -> Tensor:
 # ---- generation
 
 
+def record(function: Callable, undo: Callable = lambda: None) -> torch.cuda.CUDAGraph:
+    """function() as a CUDA graph, after two calls that compile its kernels, each undone."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function()
+            undo()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        function()
+    return graph
+
+
 class Decoding:
     """Rows in the middle of being decoded: their cache, and what a step needs and renews.
 
@@ -209,19 +223,15 @@ class Decoding:
         self.ids.copy_(self.choice(self.model.logits(h), self.n))
 
     def capture(self):
-        """Record a step as a CUDA graph; it runs twice before, and leaves no trace of that."""
+        """Record a step as a CUDA graph; nothing has changed afterwards."""
         state = self.ids, self.index, self.start, self.n
         saved = [t.clone() for t in state]
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # kernels are compiled here
-                self.step()
-                torch._foreach_copy_(state, saved)
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph, stream=stream):
-            self.step()
-        self.graph = graph
+
+        def undo():
+            for t, before in zip(state, saved):
+                t.copy_(before)
+
+        self.graph = record(self.step, undo)
 
     def advance(self):
         if self.graph is None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import bench
-from bench import MODES, PAPER, count_flops, flops_per_token
+import flops
+from bench import PAPER
 from configurator import UserError, run
+from flops import MODES, count_flops, flops_per_token
 from model import ModelConfig
 from pool import build
 from train import save_checkpoint
@@ -34,7 +36,7 @@ def test_the_papers_other_figures_are_explained():
     """Prefill: five evaluations of the pool for our four. Training: six forward for 4 6/8."""
     for k, training, prefill in ((16, "1.111", "0.467"), (8, "1.028", "0.432")):
         c = ModelConfig(n_channels=k)
-        pool = bench.pool_flops(c)
+        pool = flops.pool_flops(c)
         assert f"{(flops_per_token(c, 2048, 'prefill') + pool) / 1e9:.3f}" == prefill
         assert f"{(flops_per_token(c, 2048, 'training') + 1.25 * pool) / 1e9:.3f}" == training
 
@@ -157,13 +159,130 @@ def test_passes_that_do_not_suffice():
     assert ">5" in row
 
 
+def test_given_schedules(tmp_path, capsys):
+    bench.main(["prefill", "--schedules=jacobi:5,cyclic4:2,autoregressive", "--block_size=16",
+                "--batch_size=2", "--trials=2", "--warmups=1", "--device=cpu",
+                f"--json={tmp_path}/r.json"])
+    result = json.loads((tmp_path / "r.json").read_text())
+    jacobi, cyclic, single = result["schedules"]
+    assert [s["passes"] for s in (jacobi, cyclic, single)] == [5, 2, 1]
+    assert cyclic["ratio"] == 1 and jacobi["seconds_per_sequence"] == pytest.approx(
+        jacobi["ratio"] * cyclic["seconds_per_sequence"])
+    assert jacobi["paper_ratio"] is None  # of 16 groups, in the paper
+    c = ModelConfig(**result["model"])
+    one_pass = flops_per_token(c, 16, "prefill", passes=1) - 2 * flops.pool_flops(c)
+    pool = flops.pool_flops(c)
+    for s, n_pool in ((jacobi, 6), (cyclic, 3), (single, 1)):
+        assert s["flops_per_token"] == pytest.approx(
+            s["passes"] * (one_pass - pool / 16) + (n_pool + 1 / 16) * pool)
+    assert "token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text, passes, groups", (
+    ("jacobi:75", 75, 1), ("cyclic16:4", 4, 16), ("autoregressive", 1, 99)))
+def test_schedules_by_name(text, passes, groups):
+    s = bench.Schedule.parse(text, 99)
+    assert (s.passes, s.n_groups) == (passes, groups) and s.name == text.split(":")[0]
+
+
+@pytest.mark.parametrize("solver", ("autoregressive", "cyclic"))
+@torch.no_grad()
+def test_timed_prefill_by_steps_is_the_real_one(solver):
+    """What a CUDA graph replays for each token is the solver's own computation."""
+    torch.manual_seed(0)
+    model = build(ModelConfig(**TINY, eos_id=0)).double()
+    idx = torch.randint(64, (3, 9)) * (torch.rand(3, 9) > 0.2)
+    run_once = bench.Prefill(model, idx, bench.Schedule(solver, 3, 2), graph=False)
+    run_once()
+    if solver == "autoregressive":
+        run_once.prepare_steps()
+        for _ in range(2):
+            run_once.rewind()
+            for _ in range(9):
+                run_once.step()
+        exact = bench.prefill(model, idx, "autoregressive").cache
+        for mine, theirs in ((run_once.cache.k, exact.k), (run_once.cache.v, exact.v)):
+            assert (mine - theirs).abs().max() < 1e-10
+
+
+# ---- train and decode
+
+SIZES = ["--vocab_size=64", "--n_layer=2", "--n_embd=16", "--n_head=2", "--n_kv_head=1",
+         "--head_dim=8", "--n_hidden=24", "--systems=vanilla,k2", "--trials=3", "--warmups=1",
+         "--device=cpu"]
+
+
+def test_case_64_train_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", None)  # must not be called
+    bench.main(["train", *SIZES, "--batch_size=2", "--block_size=16", "--document=5", "--profile",
+                f"--json={tmp_path}/r.json"])
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["device"] == "cpu" and not result["cuda_graph"] and result["peak_flops"] is None
+    vanilla, k2 = (result["systems"][name] for name in ("vanilla", "k2"))
+    for r in (vanilla, k2):
+        for part in (r["micro_step"], r["optimizer"], r["loss"]):
+            assert len(part["trial_seconds"]) == 3 and part["warmups"] == 1
+            assert part["median_seconds"] == statistics.median(part["trial_seconds"])
+        assert r["micro_step"]["tokens_per_second"] == pytest.approx(
+            32 / r["micro_step"]["median_seconds"])
+        assert r["mfu"] is None and r["peak_bytes"] is None and 0 < r["optimizer_share"] < 1
+        for kind in ("attention", "matrix products"):
+            assert r["kernels"][kind][1] > 0
+        assert sum(n for _, n in r["kernels"].values()) == 2 * r["kernels"]["sum"][1]
+    assert k2["ratio"] == pytest.approx(k2["micro_step"]["median_seconds"]
+                                        / vanilla["micro_step"]["median_seconds"])
+    assert k2["flops_per_token"] == flops_per_token(
+        ModelConfig(vocab_size=64, n_layer=2, n_embd=16, n_head=2, n_kv_head=1, head_dim=8,
+                    n_hidden=24, n_channels=2), 16, "training", head=True)
+    assert "n/a" in capsys.readouterr().out
+
+
+def test_case_33_peak_by_name(monkeypatch):
+    for name, peak in (("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12),
+                       ("NVIDIA H200", 989.4e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+                       ("NVIDIA RTX A6000", 154.8e12), ("NVIDIA GeForce RTX 4090", 165.2e12),
+                       ("Tesla T4", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert flops.peak_flops("cuda") == peak
+    assert flops.peak_flops("cpu") is None
+
+
+def test_random_rows_have_documents():
+    c = bench.TrainBenchConfig(batch_size=4, block_size=500, document=10, vocab_size=50)
+    x, y = bench.random_rows(c, "cpu")
+    assert x.shape == y.shape == (4, 500) and torch.equal(x[:, 1:], y[:, :-1])
+    assert 100 < (x == 49).sum() < 300 and x.min() == 0 and x.max() == 49
+
+
+def test_case_64_decode_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", None)
+    bench.main(["decode", *SIZES, "--batch_sizes=1,3", "--context=10", "--steps=4",
+                f"--json={tmp_path}/r.json"])
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert [(r["system"], r["batch_size"]) for r in results] == [
+        ("vanilla", 1), ("k2", 1), ("vanilla", 3), ("k2", 3)]
+    for r in results:
+        assert r["seconds_per_step"] == pytest.approx(statistics.median(r["trial_seconds"]) / 4)
+        assert r["tokens_per_second"] == pytest.approx(r["batch_size"] / r["seconds_per_step"])
+        assert r["cache_bytes"] == 2 * 2 * r["batch_size"] * 10 * 8 * 4
+    assert results[3]["ratio"] == pytest.approx(
+        results[3]["seconds_per_step"] / results[2]["seconds_per_step"])
+
+
 # ---- bad input
 
 @pytest.mark.parametrize("argv, message", (
-    ([], "no command; choose one of flops, prefill"),
-    (["speed"], "speed: unknown command; choose one of flops, prefill"),
+    ([], "no command; choose one of flops, train, decode, prefill"),
+    (["speed"], "speed: unknown command; choose one of flops, train, decode, prefill"),
     (["--trials=2"], "--trials=2: unknown command"),
     (["prefill", "--trials=0"], "trials=0: at least 1"),
+    (["prefill", "--schedules=cyclic:3"], "'cyclic:3' is none of jacobi:PASSES"),
+    (["prefill", "--schedules=jacobi:0"], "'jacobi:0' is none of"),
+    (["prefill", "--random=huge"], "random=huge: choose tiny or paper"),
+    (["train", "--systems=vanilla,16"], "'16' is neither vanilla nor k with"),
+    (["decode", "--systems=k17"], "k17: n_channels=17"),
+    (["decode", "--batch_sizes=1,x"], "batch_sizes: 'x' is no number"),
+    (["train", "--trials=0"], "trials=0: at least 1"),
     (["prefill", "--trails=2"], "did you mean trials"),
     (["prefill", "--device=nonsense"], "device=nonsense"),
     (["prefill", "--out_dir=nowhere"], "no such checkpoint"),
@@ -186,7 +305,7 @@ def test_vanilla_has_no_schedules(checkpoint):
 
 def test_help(capsys):
     bench.main(["--help"])
-    assert "commands: flops, prefill" in capsys.readouterr().out
+    assert "commands: flops, train, decode, prefill" in capsys.readouterr().out
     with pytest.raises(SystemExit) as leave:
         run(bench.main, ["prefill", "--help"])
     assert leave.value.code == 0 and "--max_passes=128" in capsys.readouterr().out
