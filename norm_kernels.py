@@ -23,9 +23,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 264  # that share a gain's gradient: two for each of a Hopper GPU's 132 multiprocessors
-TOKENS = 4  # of width D at a time
-HEADS = 32  # tokens of one head at a time
+PROGRAMS = 528  # that share a gain's gradient: four for each of a Hopper GPU's 132 multiprocessors
+STORE_PROGRAMS = 32  # of each head and channel
+# kernel: (tokens, or vectors of d, at a time; warps)
+CONFIGS = {"add_norm": (4, 4), "add_norm_backward": (4, 4), "heads": (64, 4),
+           "heads_backward": (32, 4), "store": (32, 4), "take": (32, 4)}
+
+
+def config(kernel: str, size: int) -> dict:
+    """Constants of a kernel whose vectors have `size` columns, and its launch options."""
+    rows, warps = CONFIGS[kernel]
+    return dict(ROWS=rows, BLOCK=triton.next_power_of_2(size), num_warps=warps)
 
 
 # ---- residual stream and norm -----------------------------------------------------------------
@@ -33,8 +41,8 @@ HEADS = 32  # tokens of one head at a time
 
 @triton.jit
 def add_norm_kernel(x, y, gain, total, normed, rstd, N, eps, D: tl.constexpr, BLOCK: tl.constexpr,
-                    TOKENS: tl.constexpr):
-    n = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+                    ROWS: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
     at = n[:, None] * D + c[None, :]
     mask = (n < N)[:, None] & (c < D)[None, :]
@@ -51,13 +59,13 @@ def add_norm_kernel(x, y, gain, total, normed, rstd, N, eps, D: tl.constexpr, BL
 
 @triton.jit
 def add_norm_backward_kernel(dnormed, dtotal, dstate, total, rstd, gain, out, partial, N,
-                             D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+                             D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                              HAS_TOTAL: tl.constexpr, HAS_STATE: tl.constexpr):
     c = tl.arange(0, BLOCK)
     g = tl.load(gain + c, c < D, 0.0).to(tl.float32)[None, :]
-    dgain = tl.zeros((TOKENS, BLOCK), tl.float32)
-    for n0 in tl.range(tl.program_id(0) * TOKENS, N, tl.num_programs(0) * TOKENS):
-        n = tl.cast(n0, tl.int64) + tl.arange(0, TOKENS)
+    dgain = tl.zeros((ROWS, BLOCK), tl.float32)
+    for n0 in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+        n = tl.cast(n0, tl.int64) + tl.arange(0, ROWS)
         at = n[:, None] * D + c[None, :]
         mask = (n < N)[:, None] & (c < D)[None, :]
         r = tl.load(rstd + n, n < N, 0.0)[:, None]
@@ -97,9 +105,9 @@ class AddNorm(torch.autograd.Function):
         x, y = x.contiguous(), y.contiguous()
         total, normed = torch.empty_like(x), torch.empty_like(x)
         rstd = x.new_empty(N, dtype=torch.float32)
-        add_norm_kernel[triton.cdiv(N, TOKENS),](
-            x, y, gain, total, normed, rstd, N, eps, D=D, BLOCK=triton.next_power_of_2(D),
-            TOKENS=TOKENS)
+        c = config("add_norm", D)
+        add_norm_kernel[triton.cdiv(N, c["ROWS"]),](x, y, gain, total, normed, rstd, N, eps, D=D,
+                                                    **c)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, rstd)
         ctx.gain = gain
@@ -116,8 +124,8 @@ class AddNorm(torch.autograd.Function):
         more = [None if d is None else d.contiguous() for d in (dtotal, dstate)]
         add_norm_backward_kernel[PROGRAMS,](
             dnormed.contiguous(), *more, total, rstd, gain, out, partial, len(rstd), D=D,
-            BLOCK=triton.next_power_of_2(D), TOKENS=TOKENS, HAS_TOTAL=dtotal is not None,
-            HAS_STATE=dstate is not None)
+            HAS_TOTAL=dtotal is not None, HAS_STATE=dstate is not None,
+            **config("add_norm_backward", D))
         return out, out, total_of(gain, partial), None
 
 
@@ -181,48 +189,46 @@ def norm_rotate_gradient(a, b, ga, gb, c, s, da, db, eps, HALF: tl.constexpr):
 
 @triton.jit
 def heads_kernel(x, q_gain, k_gain, cos, sin, q, k, v, N, eps, H: tl.constexpr, KV: tl.constexpr,
-                 F: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr):
-    """One head of HEADS tokens."""
+                 F: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS vectors of x (N, F, d): head f = i mod F of token n = i div F."""
     d: tl.constexpr = 2 * HALF
-    n = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
-    f, exists = tl.program_id(1), n < N
-    a, b = halves(x, (n * F + f) * d, exists, HALF, BLOCK)
-    if f < H:
-        c, s = angles(cos, sin, n, exists, HALF, BLOCK)
-        ga, gb = pair(q_gain, HALF, BLOCK)
-        a, b = norm_rotate(a, b, ga, gb, c, s, eps, HALF)
-        store_halves(q, (n * H + f) * d, exists, a, b, HALF, BLOCK)
-    elif KV > 0:  # without them, k_gain, k and v are None
-        if f < H + KV:
-            c, s = angles(cos, sin, n, exists, HALF, BLOCK)
-            ga, gb = pair(k_gain, HALF, BLOCK)
-            a, b = norm_rotate(a, b, ga, gb, c, s, eps, HALF)
-            store_halves(k, (n * KV + f - H) * d, exists, a, b, HALF, BLOCK)
-        else:
-            store_halves(v, (n * KV + f - H - KV) * d, exists, a, b, HALF, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    n, f, exists = i // F, i % F, i < N * F
+    a, b = halves(x, i * d, exists, HALF, BLOCK)
+    c, s = angles(cos, sin, n, exists, HALF, BLOCK)
+    ga, gb = pair(q_gain, HALF, BLOCK)
+    if KV > 0:
+        store_halves(v, (n * KV + f - H - KV) * d, exists & (f >= H + KV), a, b, HALF, BLOCK)
+        ka, kb = pair(k_gain, HALF, BLOCK)
+        is_q = (f < H)[:, None]
+        ga, gb = tl.where(is_q, ga, ka), tl.where(is_q, gb, kb)
+    a, b = norm_rotate(a, b, ga, gb, c, s, eps, HALF)
+    store_halves(q, (n * H + f) * d, exists & (f < H), a, b, HALF, BLOCK)
+    if KV > 0:
+        is_k = exists & (f >= H) & (f < H + KV)
+        store_halves(k, (n * KV + f - H) * d, is_k, a, b, HALF, BLOCK)
 
 
 @triton.jit
 def heads_backward_kernel(x, gain, cos, sin, dy, dx, partial, N, eps, FIRST, COUNT: tl.constexpr,
                           F: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-                          HEADS: tl.constexpr):
-    """Of COUNT heads from FIRST on, with one gain."""
+                          ROWS: tl.constexpr):
+    """Of COUNT heads from FIRST on, which share a gain; dy (N, COUNT, d), x and dx (N, F, d)."""
     d: tl.constexpr = 2 * HALF
-    f = tl.program_id(1)
     ga, gb = pair(gain, HALF, BLOCK)
-    sum_a, sum_b = tl.zeros((HEADS, BLOCK), tl.float32), tl.zeros((HEADS, BLOCK), tl.float32)
-    for n0 in tl.range(tl.program_id(0) * HEADS, N, tl.num_programs(0) * HEADS):
-        n = tl.cast(n0, tl.int64) + tl.arange(0, HEADS)
-        exists = n < N
-        at = (n * F + FIRST + f) * d
+    sum_a, sum_b = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
+    for i0 in tl.range(tl.program_id(0) * ROWS, N * COUNT, tl.num_programs(0) * ROWS):
+        i = tl.cast(i0, tl.int64) + tl.arange(0, ROWS)
+        n, exists = i // COUNT, i < N * COUNT
+        at = (n * F + FIRST + i % COUNT) * d
         a, b = halves(x, at, exists, HALF, BLOCK)
-        da, db = halves(dy, (n * COUNT + f) * d, exists, HALF, BLOCK)
+        da, db = halves(dy, i * d, exists, HALF, BLOCK)
         c, s = angles(cos, sin, n, exists, HALF, BLOCK)
         da, db, dga, dgb = norm_rotate_gradient(a, b, ga, gb, c, s, da, db, eps, HALF)
         store_halves(dx, at, exists, da, db, HALF, BLOCK)
         sum_a += dga
         sum_b += dgb
-    add_to_partial(partial + (tl.program_id(0) * COUNT + f) * d, sum_a, sum_b, HALF, BLOCK)
+    add_to_partial(partial + tl.program_id(0) * d, sum_a, sum_b, HALF, BLOCK)
 
 
 @triton.jit
@@ -231,10 +237,6 @@ def add_to_partial(row, sum_a, sum_b, HALF: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(row + m, tl.load(row + m, m < HALF, 0.0) + tl.sum(sum_a, 0), m < HALF)
     row += HALF
     tl.store(row + m, tl.load(row + m, m < HALF, 0.0) + tl.sum(sum_b, 0), m < HALF)
-
-
-def head_options(d: int) -> dict:
-    return dict(HALF=d // 2, BLOCK=triton.next_power_of_2(d // 2), HEADS=HEADS)
 
 
 class SplitHeads(torch.autograd.Function):
@@ -247,8 +249,9 @@ class SplitHeads(torch.autograd.Function):
         x = x.contiguous()
         q = x.new_empty(*shape, n_head, d)
         k, v = (x.new_empty(*shape, n_kv, d) for _ in range(2)) if n_kv else (None, None)
-        heads_kernel[triton.cdiv(N, HEADS), F](x, q_gain, k_gain, cos, sin, q, k, v, N, eps,
-                                               H=n_head, KV=n_kv, F=F, **head_options(d))
+        c = config("heads", d // 2)
+        heads_kernel[triton.cdiv(N * F, c["ROWS"]),](x, q_gain, k_gain, cos, sin, q, k, v, N, eps,
+                                                     H=n_head, KV=n_kv, F=F, HALF=d // 2, **c)
         ctx.save_for_backward(x, cos, sin)
         ctx.gains, ctx.eps = (q_gain, k_gain), eps
         return q, k, v
@@ -259,16 +262,17 @@ class SplitHeads(torch.autograd.Function):
         d = ctx.gains[0].numel()
         dx, dgains, first = torch.empty_like(x), [], 0
         F, N = x.size(-1) // d, cos.numel() // (d // 2)
+        c = config("heads_backward", d // 2)
         for gain, grad in zip(ctx.gains, dy):
             if gain is None:
                 dgains.append(None)
                 continue
             count = grad.size(-2)
-            partial = partial_of(gain, PROGRAMS, count)
-            programs = min(len(partial), triton.cdiv(N, HEADS))
-            heads_backward_kernel[programs, count](
+            partial = partial_of(gain, PROGRAMS)
+            programs = min(len(partial), triton.cdiv(N * count, c["ROWS"]))
+            heads_backward_kernel[programs,](
                 x, gain, cos, sin, grad.contiguous(), dx, partial, N, ctx.eps, first, COUNT=count,
-                F=F, **head_options(d))
+                F=F, HALF=d // 2, **c)
             dgains.append(total_of(gain, partial))
             first += count
         if dy[2] is not None:
@@ -298,10 +302,10 @@ def slots(columns, n, exists, first, step, T, S, WIDTH: tl.constexpr, PER_ROW: t
 @triton.jit
 def store_kernel(x, gain, cos, sin, keys, values, columns, N, eps, T, S, first, step,
                  PER_ROW: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr,
-                 BLOCK: tl.constexpr, HEADS: tl.constexpr):
-    """One head of one channel of HEADS tokens; x (2, k, N, Hkv d)."""
+                 BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """One head of one channel of ROWS tokens; x (2, k, N, Hkv d)."""
     d: tl.constexpr = 2 * HALF
-    n = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     f, j, k = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     exists = n < N
     to = (j * (N // T) * S) * KV * d + f * d + slots(columns, n, exists, first, step, T, S, KV * d,
@@ -318,15 +322,15 @@ def store_kernel(x, gain, cos, sin, keys, values, columns, N, eps, T, S, first, 
 @triton.jit
 def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps, T, S, first, step,
                 PER_ROW: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-                HEADS: tl.constexpr):
+                ROWS: tl.constexpr):
     """The gradient of store_kernel's x from that of the cache, which is zeroed there."""
     d: tl.constexpr = 2 * HALF
     f, j, k = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     ga, gb = pair(gain + j * d, HALF, BLOCK)
-    sum_a, sum_b = tl.zeros((HEADS, BLOCK), tl.float32), tl.zeros((HEADS, BLOCK), tl.float32)
-    none = tl.zeros((HEADS, BLOCK), tl.float32)
-    for n0 in tl.range(tl.program_id(0) * HEADS, N, tl.num_programs(0) * HEADS):
-        n = tl.cast(n0, tl.int64) + tl.arange(0, HEADS)
+    sum_a, sum_b = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
+    none = tl.zeros((ROWS, BLOCK), tl.float32)
+    for n0 in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+        n = tl.cast(n0, tl.int64) + tl.arange(0, ROWS)
         exists = n < N
         at = (j * (N // T) * S) * KV * d + f * d + slots(columns, n, exists, first, step, T, S,
                                                          KV * d, PER_ROW)
@@ -360,9 +364,10 @@ def store(projected: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, columns: sl
     (_, C, B, T, _), (S, Hkv, d) = projected.shape, k.shape[2:]
     N = B * T
     columns, first, step, per_row = columns_of(columns, T)
-    store_kernel[triton.cdiv(N, HEADS), Hkv, C](
+    options = config("store", d // 2)
+    store_kernel[triton.cdiv(N, options["ROWS"]), Hkv, C](
         projected, gain, cos, sin, k, v, columns, N, eps, T, S, first, step, PER_ROW=per_row,
-        KV=Hkv, **head_options(d))
+        KV=Hkv, HALF=d // 2, **options)
 
 
 def take(projected: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, columns: slice | Tensor,
@@ -374,17 +379,14 @@ def take(projected: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, columns: sli
     columns, first, step, per_row = columns_of(columns, T)
     dx = torch.empty_like(projected)
     partial = partial_of(gain, STORE_PROGRAMS, Hkv)
-    programs = min(len(partial), triton.cdiv(N, HEADS))
+    options = config("take", d // 2)
+    programs = min(len(partial), triton.cdiv(N, options["ROWS"]))
     take_kernel[programs, Hkv, C](
         projected, gain, cos, sin, dk, dv, columns, dx, partial, N, eps, T, S, first, step,
-        PER_ROW=per_row, KV=Hkv, **head_options(d))
+        PER_ROW=per_row, KV=Hkv, HALF=d // 2, **options)
     return dx, total_of(gain, partial)
-
-
-STORE_PROGRAMS = 32  # of each head and channel
 
 
 def partial_rows(name: str, config) -> tuple[int, ...]:
     """Leading shape of the `partial` of the gain called `name`."""
-    return {"q_norm": (PROGRAMS, config.n_head), "k_norm": (PROGRAMS, config.n_kv_head),
-            "key_norm": (STORE_PROGRAMS, config.n_kv_head)}.get(name, (PROGRAMS,))
+    return (STORE_PROGRAMS, config.n_kv_head) if name == "key_norm" else (PROGRAMS,)

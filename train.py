@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import attention
 import model as model_module
 import pool as pool_module
 import prepare_data
@@ -76,6 +77,7 @@ class TrainConfig:
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
     dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16: autocast")
     compile: bool | None = key(None, "torch.compile and, on cuda, a CUDA graph; None: on cuda")
+    kernels: bool = key(True, "Triton kernels, on cuda in half precision; false: plain PyTorch")
     seed: int = key(1337, "of weights and row order")
 
 
@@ -452,6 +454,8 @@ class Trainer:
             self.device = f"cuda:{processes.local_rank}"
             torch.cuda.set_device(self.device)
         self.dtype = pick_dtype(c.dtype, self.device)
+        if not c.kernels:
+            attention.kernels = None  # nothing is_fast from here on
         folder, self.meta = load_meta(c.dataset)
         self.model_config = model_config(c, self.meta)
         self.rows = TokenRows(folder / "train.bin", self.meta["dtype"], c.block_size, c.seed)

@@ -22,7 +22,7 @@ def small_blocks(monkeypatch):
     """More blocks than programs, and blocks that are not full."""
     monkeypatch.setattr(norm_kernels, "PROGRAMS", 2)
     monkeypatch.setattr(norm_kernels, "STORE_PROGRAMS", 2)
-    monkeypatch.setattr(norm_kernels, "HEADS", 4)
+    monkeypatch.setattr(norm_kernels, "CONFIGS", {name: (4, 4) for name in norm_kernels.CONFIGS})
 
 
 def randn(*shape, seed=0):
