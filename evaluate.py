@@ -1,0 +1,383 @@
+"""
+Scores of a checkpoint: `python evaluate.py COMMAND --key=value ...`, with --help and --json=FILE.
+
+    python evaluate.py perplexity --out_dir=out/wm16                 # on all of test.bin
+    python evaluate.py perplexity --out_dir=out/tiny --split=val --exact
+    python evaluate.py perplexity --out_dir=out/wm16 --solver=paper  # section "Iteration schedules"
+
+Perplexity is exp of the mean loss in nats per token. The tokens of the file lie in windows of
+block_size that do not overlap, and the last one, which may be shorter, counts too: so every token
+but the first of the file is a target exactly once. Each token counts the same, so the batch size
+changes nothing but the time.
+
+Dimensions: B rows, T tokens, g groups.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import sample
+from bench import PassLosses, check, device_name, machine, write_json
+from configurator import UserError, key, parse, run
+from model import Decoder
+from solvers import Report, Solution, autoregressive, cyclic, jacobi, solve
+from train import compile_pieces, load_meta, load_model, pick_device, pick_dtype
+
+SPLITS = ("train", "val", "test")
+CLOSE = 0.01  # as good as converged (section "Iteration schedules in training")
+REFERENCE = (16, 32)  # groups and passes that stand in for decoding there
+
+
+# ---- schedules
+
+@dataclass
+class Schedule:
+    """How the states of a batch are found."""
+
+    solver: str  # one pass, cyclic, jacobi or autoregressive; training: as solvers.solve does
+    passes: int = 1
+    n_groups: int = 1
+    tol: float | None = None
+
+    def __call__(self, model: Decoder, idx: Tensor) -> Solution:
+        if self.solver in ("one pass", "training"):
+            return solve(model, idx)
+        if self.solver == "autoregressive":
+            return autoregressive(model, idx, keep_cache=False)
+        # T passes are exact under any schedule
+        passes = self.passes if self.tol is None else idx.size(1)
+        how = dict(n_nograd=passes, n_grad=0, tol=self.tol, keep_cache=False, measure=False)
+        if self.solver == "jacobi":
+            return jacobi(model, idx, **how)
+        return cyclic(model, idx, self.n_groups, **how)
+
+    def __str__(self):
+        if self.solver in ("one pass", "autoregressive"):
+            return {"autoregressive": "token by token"}.get(self.solver, self.solver)
+        groups = "" if self.solver == "jacobi" else f", g={self.n_groups}"
+        passes = "until converged" if self.tol is not None else \
+            f"{self.passes} pass{'es' * (self.passes != 1)}"
+        solver = "as in training" if self.solver == "training" else self.solver
+        return f"{solver}{groups}, {passes}"
+
+
+def schedule_of(c, model: Decoder, dtype: torch.dtype) -> Schedule:
+    """What the settings solver, passes, n_groups, tol and exact mean for this model.
+
+    What is not set is as in training. A model that needs no iteration takes its one pass.
+    """
+    if c.solver not in (None, *sample.SOLVERS):
+        raise UserError(f"solver={c.solver}: choose one of {', '.join(sample.SOLVERS)}")
+    if c.tol is not None and not c.tol > 0:
+        raise UserError(f"tol={c.tol}: a number above 0 is needed")
+    mc = model.config
+    if not model.iterates:
+        return Schedule("one pass")
+    tol = sample.TOLERANCE[dtype] if c.exact and c.tol is None else c.tol
+    passes = mc.n_nograd + mc.n_grad if c.passes is None else c.passes
+    groups = mc.n_groups if c.n_groups is None else c.n_groups
+    if (c.solver, c.passes, c.n_groups, tol) == (None,) * 4:
+        return Schedule("training", passes, groups)
+    return Schedule(c.solver or "cyclic", passes, 1 if c.solver == "jacobi" else groups, tol)
+
+
+# ---- data
+
+class Windows:
+    """The tokens of a file in windows of block_size, one behind the other, with their targets.
+
+    The last window may hold fewer; it is filled up with token 0 and target -1, which does not
+    count. Raises UserError for a file that is missing, damaged, too short or of a larger
+    vocabulary than vocab_size.
+    """
+
+    def __init__(self, path: Path, dtype: str, block_size: int, vocab_size: int,
+                 limit_rows: int | None = None):
+        dtype = np.dtype(dtype).newbyteorder("<")
+        size = path.stat().st_size if path.is_file() else None
+        if not size:
+            raise UserError(f"{path}: {'no such data file' if size is None else 'it is empty'}; "
+                            "prepare the data set with such a split (python prepare_data.py "
+                            "--help), or choose another with --split=")
+        if size % dtype.itemsize:
+            raise UserError(f"{path}: {size} bytes are no whole number of {dtype.name} ids; the "
+                            "file is damaged")
+        self.tokens = np.memmap(path, dtype, "r")[:limit_rows and limit_rows * block_size + 1]
+        if len(self.tokens) < 2:
+            raise UserError(f"{path}: 1 token, but a target needs one before it")
+        largest = int(self.tokens.max())
+        if largest >= vocab_size:
+            raise UserError(f"{path}: it holds id {largest}, the model has a vocabulary of "
+                            f"{vocab_size} ids; it was prepared with another tokenizer")
+        self.block_size, self.n_targets = block_size, len(self.tokens) - 1
+
+    def __len__(self) -> int:
+        return -(-self.n_targets // self.block_size)
+
+    def first(self, rows: int) -> Windows:
+        """Only so many windows, if there are more."""
+        part = copy.copy(self)
+        part.tokens = self.tokens[:rows * self.block_size + 1]
+        part.n_targets = len(part.tokens) - 1
+        return part
+
+    def batches(self, batch_size: int, device: str, full: bool = False
+                ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Tokens and targets (B, T), int64; with `full`, the last batch too has batch_size rows."""
+        T = self.block_size
+        for n in range(0, len(self), batch_size):
+            rows = batch_size if full else min(batch_size, len(self) - n)
+            tokens = self.tokens[n * T:(n + rows) * T + 1].astype(np.int64)
+            xy = np.zeros((2, rows * T), np.int64)
+            xy[1] = -1
+            xy[0, :len(tokens) - 1], xy[1, :len(tokens) - 1] = tokens[:-1], tokens[1:]
+            xy = torch.from_numpy(xy)
+            if device.startswith("cuda"):
+                xy = xy.pin_memory().to(device, non_blocking=True)
+            yield tuple(xy.to(device).view(2, rows, T))
+
+
+# ---- losses
+
+class Losses:
+    """Nats of all targets of a batch under a schedule: after the last pass, or after each."""
+
+    def __init__(self, model: Decoder, schedule: Schedule, every_pass: bool = False):
+        self.model, self.schedule, self.every_pass = model, schedule, every_pass
+        self.reports: list[Report] = []
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """x, y (B, T) -> sums (passes,) or (1,), float64 where the device has it."""
+        if self.every_pass:
+            with PassLosses(self.model, y, self.schedule.n_groups) as watch:
+                solution = self.schedule(self.model, x)
+            losses = torch.stack(watch.losses)
+        else:
+            solution = self.schedule(self.model, x)
+            losses = self.model.loss(solution.final, y)[None]
+        self.reports.append(solution.report)
+        losses = losses.float() if x.device.type == "mps" else losses.double()
+        return losses * (y != -1).sum()
+
+    @property
+    def passes(self) -> int:
+        return max(report.passes for report in self.reports)
+
+    @property
+    def converged(self) -> bool | None:
+        """Whether every batch has; None where no tolerance was given."""
+        if self.schedule.tol is None or self.schedule.solver not in ("cyclic", "jacobi"):
+            return None
+        return all(report.converged for report in self.reports)
+
+
+class Graph:
+    """A function of a batch as a CUDA graph, recorded at the first call and then replayed."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]):
+        self.function, self.graph = function, None
+
+    def run(self):
+        self.out = self.function(self.x, self.y)
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """What function(x, y) returns; overwritten by the next call."""
+        if self.graph is None:
+            self.x, self.y = x.clone(), y.clone()
+            self.graph = sample.record(self.run)
+        self.x.copy_(x)
+        self.y.copy_(y)
+        self.graph.replay()
+        return self.out
+
+
+@torch.no_grad()
+def mean_losses(losses: Losses, windows: Windows, batch_size: int, graph: bool = True
+                ) -> list[float]:
+    """Nats per token of all targets, after the last pass or after each; they add up on the device.
+
+    `graph`: on CUDA, record a batch as a CUDA graph. Not where a tolerance decides when to end,
+    nor token by token, which would be hundreds of thousands of kernels.
+    """
+    device = str(losses.model.embed.device)
+    s = losses.schedule
+    graph = graph and device.startswith("cuda") and s.tol is None and s.solver != "autoregressive"
+    batch_size = min(batch_size, len(windows))
+    function, total = Graph(losses) if graph else losses, 0
+    for x, y in windows.batches(batch_size, device, full=graph):
+        total = total + function(x, y)
+    return [nats / windows.n_targets for nats in total.tolist()]
+
+
+# ---- perplexity
+
+@dataclass
+class PerplexityConfig:
+    """What `evaluate.py perplexity` takes."""
+
+    out_dir: str = key("out", "folder with ckpt.pt, or a checkpoint file")
+    dataset: str | None = key(None, "folder under data/; None: that of the training")
+    split: str = key("test", "train, val or test")
+    block_size: int | None = key(None, "tokens per window; None: as in training")
+    batch_size: int = key(16, "windows at a time")
+    limit_rows: int | None = key(None, "so many windows only; None: the whole file")
+    solver: str | None = key(None, "cyclic, jacobi, autoregressive, or paper: all that its section "
+                             "on schedules reports; None: as in training")
+    passes: int | None = key(None, "of cyclic and jacobi; None: as in training (paper: 1 to 6)")
+    n_groups: int | None = key(None, "g of cyclic; None: as in training")
+    exact: bool = key(False, "iterate until converged, whatever passes says")
+    tol: float | None = key(None, "relative change of the states at which exact ends; None: 1e-5 "
+                            "in float32, 1e-2 in bfloat16")
+    max_passes: int = key(128, "of Jacobi with solver=paper")
+    graph: bool = key(True, "on cuda: a batch as a CUDA graph")
+    device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
+    dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16")
+    json: str | None = key(None, "write the results to this file (-: to stdout)")
+
+
+def load_windows(c: PerplexityConfig, model: Decoder, checkpoint: dict) -> tuple[Path, Windows]:
+    """The file that is scored. Raises UserError if it is not of the checkpoint's tokenizer."""
+    folder, meta = load_meta(c.dataset or checkpoint["config"]["dataset"])
+    for name in ("tokenizer", "vocab_size", "eos_id"):
+        if meta[name] != checkpoint["meta"][name]:
+            raise UserError(f"{folder} has {name}={meta[name]}, {c.out_dir} was trained with "
+                            f"{name}={checkpoint['meta'][name]}: perplexities of other tokens "
+                            "mean nothing")
+    path = folder / f"{c.split}.bin"
+    block_size = c.block_size or checkpoint["config"]["block_size"]
+    return path, Windows(path, meta["dtype"], block_size, model.config.vocab_size, c.limit_rows)
+
+
+def perplexity_command(argv: list[str]):
+    """Perplexity of a checkpoint."""
+    c = parse(PerplexityConfig(), argv, "python evaluate.py perplexity: of a checkpoint, on every "
+              "token of a file but the first")
+    check(c, "block_size", "batch_size", "limit_rows", "passes", "n_groups", "max_passes")
+    if c.split not in SPLITS:
+        raise UserError(f"split={c.split}: choose one of {', '.join(SPLITS)}")
+    device = pick_device(c.device)
+    dtype = pick_dtype(c.dtype, device)
+    model, checkpoint = load_model(c.out_dir, device)
+    study = c.solver == "paper"
+    if study and not model.iterates:
+        raise UserError(f"solver=paper: kv={model.config.kv} is exact in one pass, there are no "
+                        "schedules to compare")
+    schedule = None if study else schedule_of(c, model, dtype)
+    path, windows = load_windows(c, model, checkpoint)
+    model = sample.ready(model, dtype)
+    if device.startswith("cuda"):
+        compile_pieces()
+    step = checkpoint.get("step")
+    print(f"{c.out_dir}: {model.config.kv}, {model.n_params():,} parameters without the "
+          f"embedding{f', step {step}' if step else ''}; {machine(device, dtype)}\n{path}: "
+          f"{windows.n_targets:,} targets in {len(windows):,} windows of {windows.block_size}")
+    began = time.perf_counter()
+    results = paper_study(c, model, windows) if study else one_score(c, model, windows, schedule)
+    seconds = time.perf_counter() - began
+    print(f"{seconds:.1f} s" + ("" if study else f", {windows.n_targets / seconds:,.0f} tokens/s"))
+    write_json(c.json, {
+        "command": "perplexity", "settings": asdict(c), "torch": torch.__version__,
+        "device": device_name(device), "dtype": str(dtype).removeprefix("torch."),
+        "model": asdict(model.config), "step": step, "file": str(path),
+        "block_size": windows.block_size, "windows": len(windows), "targets": windows.n_targets,
+        "seconds": seconds, **results})
+
+
+def one_score(c: PerplexityConfig, model: Decoder, windows: Windows, schedule: Schedule) -> dict:
+    """Loss and perplexity under a schedule, printed."""
+    losses = Losses(model, schedule)
+    (loss,) = mean_losses(losses, windows, c.batch_size, c.graph)
+    report = ""
+    if losses.converged is not None:
+        report = f" ({'all' if losses.converged else 'not all'} batches converged, " \
+                 f"after up to {losses.passes} passes)"
+    print(f"{schedule}{report}: loss {loss:.5f} nats per token, perplexity {math.exp(loss):.4f}")
+    return {**asdict(schedule), "passes": losses.passes, "converged": losses.converged,
+            "loss": loss, "perplexity": math.exp(loss)}
+
+
+def paper_study(c: PerplexityConfig, model: Decoder, windows: Windows) -> dict:
+    """The three figures of section "Iteration schedules in training", printed as they come."""
+    mc = model.config
+    trained = Schedule("cyclic", c.passes or 6, c.n_groups or mc.n_groups)
+    by_pass = perplexities(c, model, windows, trained)
+    best = min(by_pass)
+    n_best = 1 + by_pass.index(best)
+    print(f"perplexity after 1 to {trained.passes} cyclic passes, g={trained.n_groups}: "
+          + ", ".join(f"{p:.3f}" for p in by_pass))
+    print(f"(1) best, with the schedule of training: {best:.4f} after {n_best} "
+          f"pass{'es' * (n_best > 1)} (training: {mc.n_nograd + mc.n_grad})", flush=True)
+    g, passes = REFERENCE
+    decoding = perplexities(c, model, windows, Schedule("cyclic", passes, g), every_pass=False)[-1]
+    print(f"(2) {passes} passes of g={g}, in place of decoding: {decoding:.4f} "
+          f"({decoding / best - 1:+.2%})", flush=True)
+    tp = jacobi_passes(c, model, windows, best, decoding)
+    needed = {name: first_within(tp, target) for name, target in
+              (("best", best), ("decoding", decoding))}
+    shown = {name: n or f"more than {len(tp)}" for name, n in needed.items()}
+    print(f"(3) Jacobi passes to within {CLOSE:.0%} of (1): {shown['best']}; of (2): "
+          f"{shown['decoding']}")
+    return {"training_schedule": {"n_groups": trained.n_groups, "perplexities": by_pass,
+                                  "best": best, "best_passes": n_best},
+            "decoding": {"n_groups": g, "passes": passes, "perplexity": decoding},
+            "jacobi": {"perplexities": tp, "passes_to_best": needed["best"],
+                       "passes_to_decoding": needed["decoding"]}}
+
+
+def perplexities(c: PerplexityConfig, model: Decoder, windows: Windows, schedule: Schedule,
+                 every_pass: bool = True) -> list[float]:
+    losses = Losses(model, schedule, every_pass)
+    return [math.exp(x) for x in mean_losses(losses, windows, c.batch_size, c.graph)]
+
+
+def first_within(perplexities: list[float], target: float) -> int | None:
+    """Number of passes after which a perplexity is at most 1 % above the target."""
+    return next((n for n, p in enumerate(perplexities, 1) if p <= target * (1 + CLOSE)), None)
+
+
+def jacobi_passes(c: PerplexityConfig, model: Decoder, windows: Windows, best: float,
+                  decoding: float) -> list[float]:
+    """Perplexity after each Jacobi pass, until it is within 1 % of both figures, or max_passes.
+
+    A few windows, iterated until they have converged, tell how many passes the whole file needs.
+    """
+    limit = min(c.max_passes, windows.block_size)
+    few = perplexities(c, model, windows.first(4 * c.batch_size), Schedule("jacobi", limit))
+    hardest = min(best, decoding)
+    n = first_within([p * decoding / few[-1] for p in few], hardest) or limit
+    n = min(n + 2, limit)
+    while True:
+        by_pass = perplexities(c, model, windows, Schedule("jacobi", n))
+        if n == limit or first_within(by_pass, hardest):
+            return by_pass
+        n = min(2 * n, limit)
+
+
+# ---- the command line
+
+COMMANDS = {"perplexity": perplexity_command}
+
+
+def main(argv: list[str]):
+    if argv and argv[0] in ("-h", "--help"):
+        print(__doc__.strip() + "\n\ncommands: " + ", ".join(COMMANDS))
+        return
+    if not argv or argv[0] not in COMMANDS:
+        raise UserError(f"{argv[0] + ': unknown' if argv else 'no'} command; choose one of "
+                        f"{', '.join(COMMANDS)}")
+    argv = ["--json=-" if a == "--json" else a for a in argv]
+    COMMANDS[argv[0]](argv[1:])
+
+
+if __name__ == "__main__":
+    run(main)
