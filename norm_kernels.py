@@ -26,8 +26,8 @@ from torch import Tensor
 PROGRAMS = 528  # that share a gain's gradient: four for each of a Hopper GPU's 132 multiprocessors
 STORE_PROGRAMS = 32  # of each head and channel
 # kernel: (tokens, or vectors of d, at a time; warps)
-CONFIGS = {"add_norm": (4, 4), "add_norm_backward": (4, 4), "heads": (64, 4),
-           "heads_backward": (32, 4), "store": (32, 4), "take": (32, 4)}
+CONFIGS = {"add_norm": (4, 4), "add_norm_backward": (8, 2), "heads": (16, 1),
+           "heads_backward": (16, 4), "store": (32, 4), "take": (32, 4)}
 
 
 def config(kernel: str, size: int) -> dict:
