@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +35,11 @@ from model import Decoder, set_compute_copies
 from prepare_data import Tokenizer, get_tokenizer
 from solvers import Report, Solution, autoregressive, cyclic, jacobi, one_pass
 from train import load_model, pick_device, pick_dtype
+
+try:  # the fast path; Triton comes with PyTorch's CUDA builds
+    import decode_kernels
+except ImportError:
+    decode_kernels = None
 
 SOLVERS = ("cyclic", "jacobi", "autoregressive")
 # --exact ends at these relative residuals: about where rounding takes over
@@ -105,13 +111,16 @@ def prefill(model: Decoder, idx: Tensor, solver: str = "cyclic", passes: int = 3
     return cyclic(model, idx, n_groups, **limits)
 
 
-def step(model: Decoder, cache: Cache, token: Tensor, index: Tensor, start: Tensor) -> Tensor:
+def step(model: Decoder, cache: Cache, token: Tensor, index: Tensor, start: Tensor,
+         states: Callable | None = None) -> Tensor:
     """Decode one token per row (section 3.2) and append it to the cache; returns h[L] (B, D).
 
     token, index, start (B,): its id, its column in the cache, its document's first column.
+    `states` runs the stack: None, the model's own way, or that of decode_kernels.
     """
     rows = model.place(index[:, None], index[:, None], start[:, None])
-    h = model.states(model.embed_tokens(token[:, None]), rows, cache)
+    x = model.embed_tokens(token[:, None])
+    h = model.states(x, rows, cache) if states is None else states(model, x, rows, cache)
     if model.iterates:  # other systems write their keys and values on the way up
         model.store(h, rows, cache)
     return h[-1][:, 0]
@@ -202,9 +211,13 @@ class Decoding:
         """h (B, D), final states of the last tokens, yield the first ids; these will stand at
         columns index (B,) < filled + 1 of documents that begin at start (B,)."""
         self.model, self.cache, self.choice = model, cache, choice
+        self.states, self.logits = None, model.logits
+        if decode_kernels is not None and decode_kernels.serve(model, h):
+            self.states = decode_kernels.states
+            self.logits = partial(decode_kernels.logits, model)
         self.index, self.start = index.clone(), start.clone()
         self.n = torch.zeros(1, dtype=torch.long, device=h.device)  # ids chosen before
-        self.ids = self.choice(model.logits(h), self.n)
+        self.ids = self.choice(self.logits(h), self.n)
         self.filled, self.graph = filled, None
         self.static = h.is_cuda if static is None else static
 
@@ -216,11 +229,11 @@ class Decoding:
             cache = Cache(cache.k[:, :, :self.filled], cache.v[:, :, :self.filled], cache.sink,
                           cache.weights)
         token = self.ids.clamp(min=0)
-        h = step(self.model, cache, token, self.index, self.start)
+        h = step(self.model, cache, token, self.index, self.start, self.states)
         self.start.copy_(next_start(self.model, token, self.index, self.start))
         self.index += 1
         self.n += 1
-        self.ids.copy_(self.choice(self.model.logits(h), self.n))
+        self.ids.copy_(self.choice(self.logits(h), self.n))
 
     def capture(self):
         """Record a step as a CUDA graph; nothing has changed afterwards."""

@@ -1,0 +1,135 @@
+"""decode_kernels.py against the plain functions of model.py, and steps against the whole."""
+
+import pytest
+import torch
+from interpreted import DEVICE, GPU
+from small import random_tokens, small_model
+from test_kernels import reference
+
+import attention
+import decode_kernels
+import model as plain
+import pool
+import sample
+import train
+from attention import Rows
+from model import rms_norm, rotary_tables, rotate, swiglu
+from solvers import autoregressive, one_pass
+
+TOL = 2e-3 if GPU else 1e-5  # a GPU's float32 products round their factors
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def close(mine, theirs, tol=TOL):
+    assert mine.shape == theirs.shape and mine.isfinite().all()
+    assert (mine.double() - theirs.double()).norm() <= tol * theirs.double().norm()
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several programs and several steps of each loop."""
+    monkeypatch.setattr(decode_kernels, "CONFIGS", {
+        "product": (16, 16, 64, 128, 4), "gated": (16, 16, 64, 128, 4),
+        "heads": (16, None, 64, 128, 4), "logits": (32, 32, 64, 64, 4)})
+    monkeypatch.setattr(decode_kernels, "ATTENTION", (16, 4, 2))
+
+
+@pytest.mark.parametrize("B, K, E", [(1, 128, 40), (3, 72, 24), (20, 64, 16)])
+def test_products(B, K, E):
+    x, w, w2, gain = randn(B, K), randn(E, K, seed=1), randn(2 * E, K, seed=2), randn(K, seed=3)
+    y = randn(B, E, seed=4)
+    normed = rms_norm(x.double(), gain.double())
+    close(decode_kernels.product(x, w), x.double() @ w.double().T)
+    close(decode_kernels.product(x, w, residual=y), y + x.double() @ w.double().T)
+    close(decode_kernels.product(x, w, gain, kind="logits"), normed @ w.double().T)
+    close(decode_kernels.product(x, w2, gain, gated=True), swiglu(normed @ w2.double().T))
+
+
+def place(index, start):
+    cos, sin = rotary_tables(index - start, 16)
+    return Rows(index, start.int(), (index + 1).int(), cos, sin)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("B", [2, 17])
+def test_heads(B, own):
+    H, KV, d, K, S = 4, 2, 16, 72, 9
+    F = H + 2 * KV * own
+    x, w, gain = randn(B, K), randn(F * d, K, seed=1), randn(K, seed=2)
+    q_gain, k_gain = randn(d, seed=3), randn(d, seed=4)
+    index = torch.arange(B, device=DEVICE)[:, None] % S
+    rows = place(index, index // 2)
+    cache = torch.zeros(2, B, S, KV, d, device=DEVICE)
+    q = decode_kernels.heads(x, gain, w, q_gain, k_gain if own else None, rows, *cache)
+    y = (rms_norm(x.double(), gain.double()) @ w.double().T).view(B, 1, F, d)
+
+    def turned(t, g):
+        return rotate(rms_norm(t, g.double()), rows.cos.double(), rows.sin.double())[:, 0]
+
+    close(q, turned(y[:, :, :H], q_gain))
+    if own:
+        written = cache[:, torch.arange(B), index[:, 0]]
+        close(written[0], turned(y[:, :, H:H + KV], k_gain))
+        close(written[1], y[:, 0, H + KV:])
+        cache[:, torch.arange(B), index[:, 0]] = 0
+    assert (cache == 0).all()
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("d", [16, 48])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attention(splits, d, sink):
+    """Rows that read nothing, little, or from the middle on; twice, as counters must be reset."""
+    B, H, Hkv, S = 4, 4, 2, 70
+    q, cache = randn(B, H, d), randn(2, 2, B, S, Hkv, d, seed=1)
+    sinks = randn(2, Hkv, d, seed=2) if sink else None
+    start = torch.tensor([[0], [3], [40], [0]], dtype=torch.int32, device=DEVICE)
+    stop = torch.tensor([[70], [3], [61], [1]], dtype=torch.int32, device=DEVICE)
+    rows = Rows(None, start, stop, None, None)
+    scratch = decode_kernels.Scratch(q, S, Hkv)
+    scratch.splits = splits
+    scratch.part, scratch.lse2 = randn(splits, B, H, d), randn(splits, B, H)
+    k, v = cache[0, 1], cache[1, 1]
+    expected, _ = reference(*(t.double() for t in (q[:, None], k, v)), start, stop,
+                            *(t.double() for t in sinks if sink) if sink else ())
+    for _ in range(2):
+        mine = decode_kernels.attention(q, k, v, rows, sinks, scratch)
+        close(mine, expected.reshape(B, H * d))
+    assert (scratch.done == 0).all()
+
+
+def test_shares_of_the_keys():
+    assert [decode_kernels.splits_of(3 * B, 2048) for B in (1, 8, 64, 512)] == [16, 16, 4, 1]
+    assert decode_kernels.splits_of(3, 100) == 1
+
+
+@pytest.mark.parametrize("system, few", [(dict(kv="vanilla"), True), (dict(n_channels=2), True),
+                                         (dict(n_channels=2), False)], ids=str)
+@torch.no_grad()
+def test_steps_equal_the_whole(system, few, monkeypatch):
+    """Rows of one batch on a cache that is longer than needed, documents that end on the way;
+    by these kernels and, for many rows, by those of training with flash-decoding."""
+    for module in (attention, plain, pool):
+        monkeypatch.setattr(module, "is_fast", lambda x: True)
+    sizes = dict(n_embd=16, head_dim=16)
+    model = small_model(dtype=torch.float32, **sizes, **system).to(DEVICE)
+    train.set_compute_copies(model, torch.float32)
+    B, S, n = 2, 40, 3
+    ids = random_tokens(B, n, seed=3).to(DEVICE)
+    ids[0, 1] = 0
+    cache = model.new_cache(B, S, like=model.embed_tokens(ids))
+    index, start = ids.new_zeros(B), ids.new_zeros(B)
+    logits = []
+    for i in range(n):
+        h = sample.step(model, cache, ids[:, i], index, start,
+                        decode_kernels.states if few else None)
+        logits.append(decode_kernels.logits(model, h))
+        start = sample.next_start(model, ids[:, i], index, start)
+        index = index + 1
+    monkeypatch.undo()
+    exact = small_model(**sizes, **system)
+    solve = autoregressive if exact.iterates else one_pass
+    close(torch.stack(logits, 1).cpu(), exact.logits(solve(exact, ids.cpu()).final), 10 * TOL)
