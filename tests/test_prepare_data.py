@@ -432,7 +432,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
         (["--val_fraction=-0.1"], "val_fraction=-0.1"),
         (["--test_rows=-1"], "test_rows=-1"),
         (["--min_chars=1000000"], "min_chars=1000000: at least 0 and at most"),
-        (["--shards=0"], "shards=0: at least 1 and at most 1822"),
+        (["--shards=0"], "shards=0: at least 1 and at most 1823"),
         (["fineweb"], "fineweb: no such corpus, there are python and fineweb-edu"),
         (["fineweb-edu", "--input=a.txt"], "one corpus at a time"),
         (["--tokenizer=nowhere/tokenizer.json"], "nowhere/tokenizer.json: no such file"),
