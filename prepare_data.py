@@ -439,16 +439,23 @@ def main(argv: list[str]) -> None:
     out_dir = config.out_dir or f"data/{name}"
     tokenizer = get_tokenizer(config.tokenizer)
     if corpus == "fineweb-edu":
-        with Progress("download") as progress:
-            shard_dir = Path(config.shard_dir or f"{out_dir}/shards")
-            documents = Documents(
-                fineweb_edu(shard_dir, config.shards, config.base_url, progress.show)
-            )
+        documents = Documents(download(config, Path(config.shard_dir or f"{out_dir}/shards")))
     start = time.perf_counter()
     counts, meta = prepare(
         documents or python_documents(config.seed), tokenizer, out_dir, config
     )
     report(out_dir, config, counts, meta, time.perf_counter() - start)
+
+
+def download(config: PrepareConfig, folder: Path) -> list[Path]:
+    """The shards of the paper's corpus. Raises UserError for a network or disk that fails."""
+    try:
+        with Progress("download") as progress:
+            return fineweb_edu(folder, config.shards, config.base_url, progress.show)
+    except KeyboardInterrupt:
+        raise UserError("interrupted; the same command goes on with the download") from None
+    except OSError as error:
+        raise UserError(f"{error.filename or folder}: {error.strerror or error}") from None
 
 
 def dataset_name(names: str, first: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import http.server
 import importlib.util
@@ -256,6 +257,29 @@ def test_shards_that_are_there_are_not_downloaded_again(tmp_path, server, monkey
     paths = fineweb_edu(tmp_path, 3, server.url + "/", lambda *step: shown.append(step))
     assert [p.read_bytes() for p in paths] == [DATA[:1000], b"mine", DATA[:1002]]
     assert shown == [(1 / 3, 1000), (1, 2002)] and len(server.asked) == 2
+
+
+@pytest.mark.parametrize(("problem", "message"), [
+    (KeyboardInterrupt(), "interrupted; the same command goes on with the download"),
+    (OSError(errno.ENOSPC, "No space left on device"), "shards: No space left on device"),
+])  # fmt: skip
+def test_a_download_that_is_stopped_is_one_message(tmp_path, monkeypatch, problem, message):
+    class Response:
+        status, headers = 200, {"Content-Length": "9"}
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def read(self, size):
+            raise problem
+
+    monkeypatch.setattr(documents, "import_parquet", lambda: None)
+    monkeypatch.setattr(documents.urllib.request, "urlopen", lambda *args, **options: Response())
+    with pytest.raises(UserError, match=message):
+        prepare_data.main(["fineweb-edu", "--tokenizer=bytes", f"--out_dir={tmp_path}"])
 
 
 def test_the_papers_corpus_from_shards_to_splits(tmp_path, server, capsys):
