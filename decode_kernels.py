@@ -1,15 +1,18 @@
 """
-One token per row through the stack in five kernels a layer, without gradients, in Triton.
+One token per row, without gradients: five kernels a layer and few around them, in Triton.
 
+    place       the token's embedding, angles and interval of keys; the rows move on by one
     heads       norm, projection, QK-norm and RoPE; a layer's own keys and values go to the cache
     attention   programs share the keys of a row; the last one that is done adds up their parts
     product     y @ w^T, added to the residual stream
     product     the norm before the MLP, gate and up, SwiGLU
     product     down, added to the residual stream
+    product     the last norm and the head
+    pick        a token among the likeliest
 
-`states` is `Decoder.states` for decoding: the same computation with the same weights, where time
-is not work but launches and the latency of memory. Nothing waits for the host, no shape depends
-on how far the rows are: all of it may be captured in a CUDA graph.
+`Steps` is `sample.step`: the same computation with the same weights, where time is not work but
+launches and the latency of memory. Nothing waits for the host, no shape depends on how far the
+rows are: all of it may be captured in a CUDA graph.
 
 Dimensions: B rows, D width, K inner and E outer features of a product, H query heads, Hkv
 key-value heads, G = H / Hkv, F = H or H + 2 Hkv heads that are projected together, d head size
@@ -27,7 +30,7 @@ from torch import Tensor
 import kernels
 from attention import Cache, Rows, is_fast
 from kernels import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pair
-from model import Decoder, one_below_the_other
+from model import Decoder, one_below_the_other, rotary_tables
 from norm_kernels import norm_rotate, pair, store_halves
 
 MAX_ROWS = 128  # beyond it, cuBLAS and its large tiles are better
@@ -42,6 +45,50 @@ CONFIGS = {
 }
 ATTENTION = (64, 4, 3)  # keys at a time, warps, stages
 PROGRAMS = 396  # of attention: about three for each of 132 multiprocessors
+
+
+# ---- before and after the stack ---------------------------------------------------------------
+
+
+@triton.jit
+def place_kernel(ids, index, start, count, embed, cos_table, sin_table, x, cos, sin, columns,
+                 first, stop, B, eos, FIRST: tl.constexpr, ITSELF: tl.constexpr,
+                 D: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
+                 BLOCK_H: tl.constexpr):
+    """Of one row: all that the stack needs of its token; then index, start and count move on."""
+    b = tl.program_id(0)
+    token = tl.maximum(tl.load(ids + b), 0)  # a mark of bad logits is no token
+    i, s = tl.load(index + b), tl.load(start + b)
+    c, m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_H)
+    tl.store(x + b * D + c, tl.load(embed + token * D + c, c < D), c < D)
+    at = (i - s + FIRST) * HALF + m
+    tl.store(cos + b * HALF + m, tl.load(cos_table + at, m < HALF), m < HALF)
+    tl.store(sin + b * HALF + m, tl.load(sin_table + at, m < HALF), m < HALF)
+    tl.store(columns + b, i)
+    tl.store(first + b, s.to(tl.int32))
+    tl.store(stop + b, (i + ITSELF).to(tl.int32))
+    tl.store(index + b, i + 1)
+    tl.store(start + b, tl.where(token == eos, i + 1, s))
+    if b == 0:
+        tl.store(count, tl.load(count) + 1)
+
+
+@triton.jit
+def pick_kernel(values, order, u, count, ids, B, temperature, top_p, K: tl.constexpr,
+                BLOCK: tl.constexpr):
+    """One of K ids in the order of their logits, by the number u; -1 if one is not finite."""
+    b, j = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(values + b * K + j, j < K, float("-inf")).to(tl.float32)
+    most = tl.max(x, 0)
+    p = tl.exp((x - most) / temperature)
+    total = tl.cumsum(p, 0)
+    kept = (total - p < top_p * tl.sum(p, 0)) & (j < K)
+    target = tl.load(u + tl.load(count) * B + b) * tl.sum(tl.where(kept, p, 0.0), 0)
+    at = tl.minimum(tl.sum((total <= target).to(tl.int32), 0), tl.sum(kept.to(tl.int32), 0) - 1)
+    token = tl.load(order + b * K + tl.maximum(at, 0))
+    # NaN is the largest of all for topk, and the head's product makes NaN of all infinities
+    bad = tl.sum(((x != x) & (j < K)).to(tl.int32), 0) > 0
+    tl.store(ids + b, tl.where(bad, -1, token))
 
 
 # ---- products ---------------------------------------------------------------------------------
@@ -72,8 +119,9 @@ def weight_tile(w, e, k, exists, K, EVEN: tl.constexpr):
 
 @triton.jit
 def product_kernel(x, gain, w, residual, out, B, E, eps, K: tl.constexpr, NORM: tl.constexpr,
-                   GATED: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr,
-                   BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
+                   GATED: tl.constexpr, RESIDUAL: tl.constexpr, CHECK: tl.constexpr,
+                   ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+                   EVEN: tl.constexpr):
     """[residual +] [norm of] x @ w^T; GATED: of w (2 E, K), silu(first half) * second half."""
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -95,7 +143,10 @@ def product_kernel(x, gain, w, residual, out, B, E, eps, K: tl.constexpr, NORM: 
     at, mask = n.to(tl.int64)[:, None] * E + e[None, :], (n < B)[:, None] & (e < E)[None, :]
     if RESIDUAL:
         acc += tl.load(residual + at, mask, 0.0).to(tl.float32)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask)
+    y = acc.to(out.dtype.element_ty)
+    if CHECK:  # infinities become NaN, which is seen at the top
+        y = tl.where(tl.abs(y.to(tl.float32)) < float("inf"), y, float("nan"))
+    tl.store(out + at, y, mask)
 
 
 @triton.jit
@@ -245,7 +296,7 @@ def product(x: Tensor, w: Tensor, gain: Tensor | None = None, residual: Tensor |
     out = x.new_empty(B, E)
     product_kernel[triton.cdiv(E, block_e), row_blocks](
         x, gain, w, residual, out, B, E, eps, K=K, NORM=gain is not None, GATED=gated,
-        RESIDUAL=residual is not None, BLOCK_E=block_e, **constants)
+        RESIDUAL=residual is not None, CHECK=kind == "logits", BLOCK_E=block_e, **constants)
     return out
 
 
@@ -268,12 +319,12 @@ def heads(x: Tensor, gain: Tensor, w: Tensor, q_gain: Tensor, k_gain: Tensor | N
 class Scratch:
     """What the programs of `attention` hand each other, for B rows and a cache of S columns."""
 
-    def __init__(self, q: Tensor, S: int, Hkv: int):
-        B, H, d = q.shape
+    def __init__(self, cache: Tensor, B: int, H: int, S: int):
+        Hkv, d = cache.shape[-2:]
         self.splits = splits_of(B * Hkv, S)
-        self.part = q.new_empty(self.splits, B, H, d, dtype=torch.float32)
-        self.lse2 = q.new_empty(self.splits, B, H, dtype=torch.float32)
-        self.done = q.new_zeros(B * Hkv, dtype=torch.int32)
+        self.part = cache.new_empty(self.splits, B, H, d, dtype=torch.float32)
+        self.lse2 = cache.new_empty(self.splits, B, H, dtype=torch.float32)
+        self.done = cache.new_zeros(B * Hkv, dtype=torch.int32)
 
 
 def splits_of(heads: int, S: int) -> int:
@@ -310,26 +361,69 @@ def serve(model: Decoder, h: Tensor) -> bool:
     return is_fast(h) and len(h) <= MAX_ROWS and hasattr(model.embed, "compute")
 
 
-def states(model: Decoder, x: Tensor, rows: Rows, cache: Cache) -> list[Tensor]:
-    """`Decoder.states` of embeddings x (B, 1, D) for tokens at rows.columns (B, 1) of the cache."""
-    h = [x]
-    x = x[:, 0].contiguous()
-    for layer, block in enumerate(model.blocks):
-        j = layer % model.n_channels
-        k, v = cache.k[j], cache.v[j]
-        own = (block.k_proj, block.v_proj) if block.own_kv else ()
-        q = heads(x, block.attn_norm, copies(block.q_proj, *own), block.q_norm, block.k_norm,
-                  rows, k, v)
-        if layer == 0:
-            scratch = Scratch(q, k.size(1), k.size(2))
-        y = attention(q, k, v, rows, cache.sinks[j], scratch)
-        x = product(y, copies(block.o_proj), residual=x)
-        y = product(x, copies(block.gate_proj, block.up_proj), block.mlp_norm, gated=True)
-        x = product(y, copies(block.down_proj), residual=x)
-        h.append(x[:, None])
-    return h
+class Steps:
+    """Steps of B rows on a cache of fixed size."""
+
+    def __init__(self, model: Decoder, cache: Cache):
+        """The cache (C, B, S, Hkv, d) is that of the model."""
+        c, (_, B, S, _, d) = model.config, cache.k.shape
+        self.model, self.cache = model, cache
+        like = cache.k
+        self.tables = rotary_tables(torch.arange(S + 1, device=like.device), d)
+        new = like.new_empty
+        self.x = new(B, c.n_embd)
+        self.rows = Rows(new(B, 1, dtype=torch.long), *(new(B, 1, dtype=torch.int32)
+                                                        for _ in range(2)),
+                         *(new(B, 1, d // 2, dtype=torch.float32) for _ in range(2)))
+        self.scratch = Scratch(like, B, c.n_head, S)
+
+    def __call__(self, ids: Tensor, index: Tensor, start: Tensor, count: Tensor) -> Tensor:
+        """`sample.step` of tokens ids (B,) at columns index of documents that begin at start, all
+        contiguous; returns h[L] (B, D). index, start and count (1,) are those of the next tokens then."""
+        model, rows, c = self.model, self.rows, self.model.config
+        embed = model.embed.compute
+        place_kernel[len(ids),](
+            ids, index, start, count, embed, *self.tables, self.x, rows.cos, rows.sin,
+            rows.columns, rows.start, rows.stop, len(ids), -1 if c.eos_id is None else c.eos_id,
+            FIRST=int(model.has_dummy), ITSELF=int(model.reads_itself), D=c.n_embd,
+            HALF=c.head_dim // 2, BLOCK_D=triton.next_power_of_2(c.n_embd),
+            BLOCK_H=triton.next_power_of_2(c.head_dim // 2))
+        h = self.states()
+        if model.iterates:
+            model.store(h, rows, self.cache)
+        return h[-1][:, 0]
+
+    def states(self) -> list[Tensor]:
+        """`Decoder.states` of the tokens that were placed, h[0..L] (B, 1, D)."""
+        model, rows, x, h = self.model, self.rows, self.x, [self.x[:, None]]
+        for layer, block in enumerate(model.blocks):
+            j = layer % model.n_channels
+            k, v = self.cache.k[j], self.cache.v[j]
+            own = (block.k_proj, block.v_proj) if block.own_kv else ()
+            q = heads(x, block.attn_norm, copies(block.q_proj, *own), block.q_norm, block.k_norm,
+                      rows, k, v)
+            y = attention(q, k, v, rows, self.cache.sinks[j], self.scratch)
+            x = product(y, copies(block.o_proj), residual=x)
+            y = product(x, copies(block.gate_proj, block.up_proj), block.mlp_norm, gated=True)
+            x = product(y, copies(block.down_proj), residual=x)
+            h.append(x[:, None])
+        return h
+
+    def logits(self, h: Tensor) -> Tensor:
+        """`Decoder.logits` of final states h (B, D), with NaN for infinities."""
+        return product(h, copies(self.model.embed), self.model.norm, kind="logits")
 
 
-def logits(model: Decoder, h: Tensor) -> Tensor:
-    """`Decoder.logits` of final states h (B, D)."""
-    return product(h, copies(model.embed), model.norm, kind="logits")
+def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float, top_k: int,
+           top_p: float) -> Tensor:
+    """`sample.choose` of `Steps.logits` (B, V), among at most top_k ids, 1: the likeliest; by row
+    `count` (1,) of the numbers u (n, B)."""
+    B = len(logits)
+    if top_k == 1:
+        values, order = logits.max(-1, keepdim=True)
+    else:
+        values, order = logits.topk(min(top_k, logits.size(-1)))
+    ids = torch.empty_like(order[:, 0])
+    pick_kernel[B,](values, order, u, count, ids, B, temperature, top_p, K=order.size(1),
+                    BLOCK=triton.next_power_of_2(order.size(1)))
+    return ids

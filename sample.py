@@ -23,13 +23,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from attention import Cache
+from attention import Cache, is_fast
 from configurator import UserError, key, parse, run
 from model import Decoder, set_compute_copies
 from prepare_data import Tokenizer, get_tokenizer
@@ -111,16 +110,13 @@ def prefill(model: Decoder, idx: Tensor, solver: str = "cyclic", passes: int = 3
     return cyclic(model, idx, n_groups, **limits)
 
 
-def step(model: Decoder, cache: Cache, token: Tensor, index: Tensor, start: Tensor,
-         states: Callable | None = None) -> Tensor:
+def step(model: Decoder, cache: Cache, token: Tensor, index: Tensor, start: Tensor) -> Tensor:
     """Decode one token per row (section 3.2) and append it to the cache; returns h[L] (B, D).
 
     token, index, start (B,): its id, its column in the cache, its document's first column.
-    `states` runs the stack: None, the model's own way, or that of decode_kernels.
     """
     rows = model.place(index[:, None], index[:, None], start[:, None])
-    x = model.embed_tokens(token[:, None])
-    h = model.states(x, rows, cache) if states is None else states(model, x, rows, cache)
+    h = model.states(model.embed_tokens(token[:, None]), rows, cache)
     if model.iterates:  # other systems write their keys and values on the way up
         model.store(h, rows, cache)
     return h[-1][:, 0]
@@ -169,6 +165,12 @@ class Choice:
 
     def __call__(self, logits: Tensor, n: Tensor) -> Tensor:
         """The n-th ids (B,), n (1,), from logits (B, V)."""
+        if decode_kernels is not None and is_fast(logits) and (self.temperature < 1e-6
+                                                               or self.top_k):
+            greedy = self.temperature < 1e-6
+            return decode_kernels.choose(logits[:, :self.n_ids], self.u, n,
+                                         1.0 if greedy else self.temperature,
+                                         1 if greedy else self.top_k, self.top_p)
         u = self.u.index_select(0, n)[0]
         return choose(logits[:, :self.n_ids], u, self.temperature, self.top_k, self.top_p)
 
@@ -211,29 +213,36 @@ class Decoding:
         """h (B, D), final states of the last tokens, yield the first ids; these will stand at
         columns index (B,) < filled + 1 of documents that begin at start (B,)."""
         self.model, self.cache, self.choice = model, cache, choice
-        self.states, self.logits = None, model.logits
+        self.fast, self.logits = None, model.logits
         if decode_kernels is not None and decode_kernels.serve(model, h):
-            self.states = decode_kernels.states
-            self.logits = partial(decode_kernels.logits, model)
+            self.fast = decode_kernels.Steps(model, cache)
+            self.logits = self.fast.logits
         self.index, self.start = index.clone(), start.clone()
         self.n = torch.zeros(1, dtype=torch.long, device=h.device)  # ids chosen before
-        self.ids = self.choice(self.logits(h), self.n)
+        ids = self.choice(self.logits(h), self.n)
+        self.ids = ids.clone(memory_format=torch.contiguous_format)
         self.filled, self.graph = filled, None
         self.static = h.is_cuda if static is None else static
 
     def step(self):
         """Run the newest ids through the model and choose the next."""
-        cache = self.cache
-        if not self.static:
-            self.filled += 1
-            cache = Cache(cache.k[:, :, :self.filled], cache.v[:, :, :self.filled], cache.sink,
-                          cache.weights)
-        token = self.ids.clamp(min=0)
-        h = step(self.model, cache, token, self.index, self.start, self.states)
-        self.start.copy_(next_start(self.model, token, self.index, self.start))
-        self.index += 1
-        self.n += 1
+        if self.fast is not None:
+            h = self.fast(self.ids, self.index, self.start, self.n)
+        else:
+            token = self.ids.clamp(min=0)  # a mark of bad logits is no token
+            h = step(self.model, self.visible(), token, self.index, self.start)
+            self.start.copy_(next_start(self.model, token, self.index, self.start))
+            self.index += 1
+            self.n += 1
         self.ids.copy_(self.choice(self.logits(h), self.n))
+
+    def visible(self) -> Cache:
+        """The cache; where there is no need for a fixed size, up to the newest column."""
+        if self.static:
+            return self.cache
+        self.filled += 1
+        return Cache(self.cache.k[:, :, :self.filled], self.cache.v[:, :, :self.filled],
+                     self.cache.sink, self.cache.weights)
 
     def capture(self):
         """Record a step as a CUDA graph; nothing has changed afterwards."""

@@ -89,7 +89,7 @@ def test_attention(splits, d, sink):
     start = torch.tensor([[0], [3], [40], [0]], dtype=torch.int32, device=DEVICE)
     stop = torch.tensor([[70], [3], [61], [1]], dtype=torch.int32, device=DEVICE)
     rows = Rows(None, start, stop, None, None)
-    scratch = decode_kernels.Scratch(q, S, Hkv)
+    scratch = decode_kernels.Scratch(cache, B, H, S)
     scratch.splits = splits
     scratch.part, scratch.lse2 = randn(splits, B, H, d), randn(splits, B, H)
     k, v = cache[0, 1], cache[1, 1]
@@ -106,30 +106,62 @@ def test_shares_of_the_keys():
     assert decode_kernels.splits_of(3, 100) == 1
 
 
+@pytest.mark.parametrize("how", [
+    dict(top_k=1), dict(top_k=6), dict(top_k=6, top_p=0.7), dict(top_k=6, top_p=1e-6),
+    dict(top_k=99, temperature=0.3)], ids=str)
+def test_choose_is_that_of_the_plain_path(how):
+    """The same ids by the same numbers; a row of logits that are not finite is marked."""
+    how = {"temperature": 0.8, "top_p": 1.0} | how
+    B, V = 20, 40
+    logits = randn(B, V)[:, :37]
+    u = torch.rand(3, B, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    u[2, 0] = 0
+    count = torch.tensor([2], device=DEVICE)
+    plain = sample.choose(logits, u[2], **how)
+    assert decode_kernels.choose(logits, u, count, **how).tolist() == plain.tolist()
+    logits[3, 5] = logits[4, 0] = torch.nan
+    assert (decode_kernels.choose(logits, u, count, **how) == -1).nonzero().tolist() == [[3], [4]]
+
+
+def test_infinite_logits_become_nan():
+    x, w = torch.ones(2, 64, device=DEVICE), torch.ones(40, 64, device=DEVICE)
+    w[3], w[7] = torch.inf, -torch.inf
+    y = decode_kernels.product(x, w, torch.ones(64, device=DEVICE), kind="logits")
+    assert y.isnan().any(0).nonzero().flatten().tolist() == [3, 7]
+
+
 @pytest.mark.parametrize("system, few", [(dict(kv="vanilla"), True), (dict(n_channels=2), True),
                                          (dict(n_channels=2), False)], ids=str)
 @torch.no_grad()
 def test_steps_equal_the_whole(system, few, monkeypatch):
     """Rows of one batch on a cache that is longer than needed, documents that end on the way;
     by these kernels and, for many rows, by those of training with flash-decoding."""
-    for module in (attention, plain, pool):
+    for module in (attention, plain, pool, decode_kernels):
         monkeypatch.setattr(module, "is_fast", lambda x: True)
     sizes = dict(n_embd=16, head_dim=16)
     model = small_model(dtype=torch.float32, **sizes, **system).to(DEVICE)
     train.set_compute_copies(model, torch.float32)
-    B, S, n = 2, 40, 3
+    B, S, n = 2, 40, 4
     ids = random_tokens(B, n, seed=3).to(DEVICE)
     ids[0, 1] = 0
     cache = model.new_cache(B, S, like=model.embed_tokens(ids))
-    index, start = ids.new_zeros(B), ids.new_zeros(B)
-    logits = []
-    for i in range(n):
-        h = sample.step(model, cache, ids[:, i], index, start,
-                        decode_kernels.states if few else None)
-        logits.append(decode_kernels.logits(model, h))
-        start = sample.next_start(model, ids[:, i], index, start)
-        index = index + 1
+    script, logits = iter(ids.T.clone()), []
+
+    def forced(x, n):
+        logits.append(x)
+        return next(script)
+
+    if not few:
+        monkeypatch.setattr(decode_kernels, "MAX_ROWS", 0)
+    zeros = ids.new_zeros(B)
+    decoding = sample.Decoding(model, model.embed_tokens(zeros), cache, zeros, zeros, forced,
+                               static=True)
+    assert (decoding.fast is not None) == few
+    list(decoding.tokens(n))
+    assert decoding.index.tolist() == [n - 1] * B and decoding.n.tolist() == [n - 1]
+    assert decoding.start.tolist() == [2 if n > 2 else 0, 0]
     monkeypatch.undo()
     exact = small_model(**sizes, **system)
     solve = autoregressive if exact.iterates else one_pass
-    close(torch.stack(logits, 1).cpu(), exact.logits(solve(exact, ids.cpu()).final), 10 * TOL)
+    expected = exact.logits(solve(exact, ids.cpu()).final)[:, :-1]
+    close(torch.stack(logits[1:], 1).cpu(), expected, 10 * TOL)
