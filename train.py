@@ -7,7 +7,8 @@ Train a model of any system: on one CPU, one GPU, or several with torchrun.
 
 A step reads the same tokens whatever the number of processes and accumulation steps. Each
 process clips its gradient before the all-reduce, as the paper does. `out_dir` holds ckpt.pt, all
-that a resumed run needs, and log.csv, a row per step.
+that a resumed run needs, best.pt, the one of them with the lowest validation loss, and log.csv, a
+row per step. SIGTERM and Ctrl-C finish the step, save, and exit with 128 + the signal's number.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from __future__ import annotations
 import contextlib
 import csv
 import gc
-import json
 import math
 import os
 import pickle
+import re
+import shutil
+import signal
+import sys
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,9 +34,11 @@ from torch import Tensor
 import attention
 import model as model_module
 import pool as pool_module
-import prepare_data
 from configurator import UserError, key, parse, run
+from dataset import TokenRows, load_meta
+from flops import flops_per_token, peak_flops
 from model import Decoder, ModelConfig, add_partial_gradients, set_compute_copies
+from muon import Muon
 from pool import build
 from solvers import solve
 
@@ -42,7 +47,7 @@ from solvers import solve
 class TrainConfig:
     """Every setting of train.py. The defaults are the paper's main run on one process."""
 
-    out_dir: str = key("out", "folder for ckpt.pt and log.csv")
+    out_dir: str = key("out", "folder for ckpt.pt, best.pt and log.csv")
     init_from: str = key("scratch", "scratch, or resume from out_dir/ckpt.pt")
     dataset: str = key("python", "folder under data/; `python` is prepared if it is missing")
     eval_interval: int = key(500, "steps between evaluations, each followed by a checkpoint")
@@ -79,6 +84,8 @@ class TrainConfig:
     compile: bool | None = key(None, "torch.compile and, on cuda, a CUDA graph; None: on cuda")
     kernels: bool = key(True, "Triton kernels, on cuda in half precision; false: plain PyTorch")
     seed: int = key(1337, "of weights and row order")
+    wandb: bool = key(False, "log to Weights & Biases too (pip install wandb)")
+    wandb_project: str = key("whitematter-nano", "its project there; the run is named as out_dir")
 
 
 # ---- devices and processes
@@ -130,137 +137,38 @@ class Processes:
 
     def start(self, device: str):
         if self.world > 1:
-            dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+            # gloo for what the processes agree on, which then does not wait for a GPU
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
 
     def sum(self, x: Tensor) -> Tensor:
         if self.world > 1:
             dist.all_reduce(x)
         return x
 
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in one of them."""
+        return bool(self.sum(torch.tensor(int(flag)))) if self.world > 1 else flag
+
     def print(self, *args, **kwargs):
         if self.rank == 0:
             print(*args, **kwargs, flush=True)
 
 
-# ---- data
+class Signals:
+    """SIGTERM and Ctrl-C ask for an end after the step at hand; a second one ends at once."""
 
-class TokenRows:
-    """Rows of block_size tokens with their targets, each epoch in a random order of its own.
+    def __init__(self):
+        self.received = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.receive)
 
-    Row n of the run is a function of (seed, n) alone, so that a position is all that a resumed
-    run needs. The tokens that fill no row are left out at either end, as the epoch's dice fall.
-    """
-
-    def __init__(self, path: Path, dtype: str, block_size: int, seed: int | None):
-        if not path.is_file():
-            raise UserError(f"{path}: no such data file; python prepare_data.py makes it")
-        self.tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
-        self.block_size, self.seed = block_size, seed
-        n = len(self.tokens)
-        if n < block_size + 1:
-            raise UserError(f"{path}: {n} tokens, but block_size={block_size} needs at least "
-                            f"{block_size + 1}")
-        self.n_rows = (n - 1) // block_size
-        self.slack = n - 1 - self.n_rows * block_size
-        self.epoch = None
-
-    def start(self, n: int) -> int:
-        """Index of the first token of row n."""
-        epoch, i = divmod(n, self.n_rows)
-        if self.seed is None:  # evaluation: the windows as they lie
-            return i * self.block_size
-        if self.epoch != epoch:
-            rng = np.random.default_rng((self.seed, epoch))
-            self.offset = int(rng.integers(self.slack + 1))
-            self.order = rng.permutation(self.n_rows)
-            self.epoch = epoch
-        return self.offset + int(self.order[i]) * self.block_size
-
-    def batch(self, n: int, rows: int, device: str) -> tuple[Tensor, Tensor]:
-        """Rows n..n+rows-1: tokens and targets (rows, block_size), int64."""
-        starts = [self.start(m) for m in range(n, n + rows)]
-        xy = np.stack([self.tokens[s:s + self.block_size + 1].astype(np.int64) for s in starts])
-        xy = torch.from_numpy(xy)
-        if device.startswith("cuda"):
-            xy = xy.pin_memory().to(device, non_blocking=True)
-        xy = xy.to(device)
-        return xy[:, :-1], xy[:, 1:]
-
-
-def load_meta(dataset: str) -> tuple[Path, dict]:
-    """Folder and meta.json of a data set; the default one is prepared if it is missing."""
-    folder = Path("data") / dataset
-    if dataset == "python" and not (folder / "meta.json").exists():
-        if Processes.from_environment().rank == 0:
-            prepare_data.prepare_python(str(folder))
-        else:
-            wait_for(folder / "meta.json")
-    if not (folder / "meta.json").is_file():
-        raise UserError(f"{folder}/meta.json: no such file; prepare the data set first "
-                        "(python prepare_data.py --help)")
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        return folder, {name: meta[name] for name in
-                        ("tokenizer", "vocab_size", "eos_id", "dtype", "tokens")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}/meta.json is damaged ({error}); prepare it again") from None
-
-
-def wait_for(path: Path, seconds: int = 120):
-    for _ in range(10 * seconds):
-        if path.exists():
-            return
-        time.sleep(0.1)
-    raise UserError(f"{path}: not there after {seconds} s")
+    def receive(self, number: int, _):
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
 
 
 # ---- optimizers
-
-class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum, matrices of one shape in one batch (section 4.1).
-
-    The orthogonalised update (5 Newton-Schulz steps, singular values about 0.7 to 1.1) is scaled
-    by 0.2 sqrt(max(rows, columns)), `match_rms_adamw`, so that AdamW's learning rate serves.
-    Decay is decoupled: lr * weight_decay. Parameters without a gradient are left alone.
-    """
-
-    def __init__(self, params, lr: float = 3e-4, momentum: float = 0.95, weight_decay: float = 0.1):
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            shapes: dict[torch.Size, list[Tensor]] = {}
-            for p in group["params"]:
-                if p.grad is not None:
-                    shapes.setdefault(p.shape, []).append(p)
-            for shape, params in shapes.items():
-                grads = [p.grad for p in params]
-                for p in params:
-                    if "momentum" not in self.state[p]:
-                        self.state[p]["momentum"] = torch.zeros_like(p)
-                buffers = [self.state[p]["momentum"] for p in params]
-                torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-                updates = torch._foreach_lerp(grads, buffers, group["momentum"])
-                updates = orthogonalise(torch.stack(updates)).to(params[0].dtype)
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, list(updates.unbind()),
-                                    alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
-
-
-def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
-    """Newton-Schulz iteration on a batch of matrices (n, rows, columns)."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    # bfloat16 is enough and fast on a GPU; many CPUs have no fast bfloat16 product
-    x = x.bfloat16() if x.is_cuda else x
-    tall = x.size(1) > x.size(2)
-    x = x.mT if tall else x
-    x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
-
 
 def make_optimizers(model: Decoder, c: TrainConfig) -> list[torch.optim.Optimizer]:
     """Muon for the blocks' and routers' matrices, AdamW for all else (section 4.1)."""
@@ -316,16 +224,31 @@ def clip_and_reduce(flat: Tensor, grad_clip: float, processes: Processes) -> Ten
 
 def save_checkpoint(path: Path, state: dict):
     """Write to a temporary name in the same folder, flush, rename: never half a checkpoint."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as f:
             torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into the latter
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(f"{path}: cannot be written ({reason}); an earlier checkpoint there is "
+                        "as it was") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def keep_copy(path: Path, copy: Path):
+    """A second name for a checkpoint, which is never written to, only replaced."""
+    temporary = copy.with_name(copy.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(path, temporary)
+    except OSError:  # some file systems have no links
+        shutil.copyfile(path, temporary)
+    os.replace(temporary, copy)
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
@@ -336,7 +259,7 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
         raise UserError(f"{path}: no such checkpoint (python train.py writes one)")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-        state["model"] = {name.removeprefix("module.").removeprefix("_orig_mod."): tensor
+        state["model"] = {re.sub(r"^((module|_orig_mod)\.)+", "", name): tensor
                           for name, tensor in state["model"].items()}
         state["model_config"], state["meta"]
     except Exception as error:
@@ -384,19 +307,31 @@ def check(c: TrainConfig, processes: Processes):
         raise UserError(f"init_from={c.init_from}: choose scratch or resume")
 
 
+def import_wandb():
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("wandb=True: the package is not installed (pip install wandb)") from None
+    return wandb
+
+
 class Log:
     """log.csv, a row per step, and the progress lines; losses stay on the device in between."""
 
     columns = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s")
 
-    def __init__(self, path: Path, step: int, tokens_per_step: int, processes: Processes,
-                 c: TrainConfig):
+    def __init__(self, path: Path, step: int, tokens_per_step: int, flops_share: float | None,
+                 processes: Processes, c: TrainConfig):
         self.c, self.processes, self.tokens_per_step = c, processes, tokens_per_step
+        self.flops_share = flops_share  # of the devices' peak, per token and second; or unknown
         self.waiting: list[tuple] = []
         self.since = time.perf_counter()
         self.last_loss = None
-        self.file = None
+        self.file = self.wandb = None
         if processes.rank == 0:
+            if c.wandb:
+                self.wandb = import_wandb()
+                self.wandb.init(project=c.wandb_project, name=c.out_dir, config=asdict(c))
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = []
             if step and path.exists():  # a resumed run repeats the steps after its checkpoint
@@ -428,8 +363,13 @@ class Log:
             self.last_loss = loss
             self.row(step, f"{loss:.6f}", "", f"{lr:.4g}", f"{norm:.4f}", f"{speed:.0f}")
         left = seconds / len(self.waiting) * (self.c.max_iters - step - 1)
+        mfu = "n/a" if self.flops_share is None else f"{100 * self.flops_share * speed:.1f} %"
         self.processes.print(f"step {step}: loss {loss:.4f}, lr {lr:.2e}, norm {norm:.2f}, "
-                             f"{speed:,.0f} tokens/s, {left / 60:.1f} min left")
+                             f"{speed:,.0f} tokens/s, MFU {mfu}, {left / 60:.1f} min left")
+        if self.wandb:
+            for (i, _, lr_, _), loss_, norm_ in zip(self.waiting, losses, norms):
+                self.wandb.log({"loss": loss_, "lr": lr_, "norm": norm_, "tokens_per_s": speed},
+                               step=i)
         self.waiting.clear()
         self.since = time.perf_counter()
 
@@ -440,6 +380,8 @@ class Log:
 
     def validation(self, step: int, loss: float, best: bool):
         self.row(step, "", f"{loss:.6f}", "", "", "")
+        if self.wandb:
+            self.wandb.log({"val_loss": loss}, step=step)
         self.processes.print(f"step {step}: val loss {loss:.4f}{', the best yet' if best else ''}")
         self.since = time.perf_counter()
 
@@ -456,12 +398,14 @@ class Trainer:
         self.dtype = pick_dtype(c.dtype, self.device)
         if not c.kernels:
             attention.kernels = None  # nothing is_fast from here on
+        if c.wandb:
+            import_wandb()  # before anything takes time
         folder, self.meta = load_meta(c.dataset)
         self.model_config = model_config(c, self.meta)
-        self.rows = TokenRows(folder / "train.bin", self.meta["dtype"], c.block_size, c.seed)
+        self.rows = TokenRows(folder / "train.bin", self.meta, c.block_size, c.seed)
         self.val_rows = None
         if c.eval_iters > 0:
-            self.val_rows = TokenRows(folder / "val.bin", self.meta["dtype"], c.block_size, None)
+            self.val_rows = TokenRows(folder / "val.bin", self.meta, c.block_size, None)
         self.path = Path(c.out_dir) / "ckpt.pt"
         state = load_checkpoint(self.path) if c.init_from == "resume" else None
 
@@ -480,8 +424,12 @@ class Trainer:
         self.micro_step = MicroStep(self.model, processes.world / c.gradient_accumulation_steps,
                                     self.dtype, graph=on_cuda and c.compile is not False)
         self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
-        self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, processes,
-                       c)
+        peak, share = peak_flops(self.device), None
+        if peak is not None:
+            share = flops_per_token(self.model_config, c.block_size, "training", head=True) / (
+                peak * processes.world)
+        self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, share,
+                       processes, c)
 
     def restore(self, state: dict):
         """Continue the run of a checkpoint. Raises UserError if it has another model."""
@@ -501,15 +449,20 @@ class Trainer:
         if self.device.startswith("cuda") and self.dtype != torch.float32:
             set_compute_copies(self.model, self.dtype)
 
-    def save(self):
-        """Write ckpt.pt, after a last look that the losses up to here are finite."""
+    def save(self, best: bool = False):
+        """Write ckpt.pt, after a last look that losses and weights are finite."""
         self.log.flush()
+        if not torch.stack(torch._foreach_norm(list(self.model.parameters()))).isfinite().all():
+            raise UserError(f"step {self.step}: the weights are not finite, so nothing was saved; "
+                            "lower learning_rate or raise warmup_iters")
         if self.processes.rank == 0:
             save_checkpoint(self.path, {
                 "model": self.model.state_dict(), "model_config": asdict(self.model_config),
                 "optimizers": [o.state_dict() for o in self.optimizers], "meta": self.meta,
                 "config": asdict(self.c), "step": self.step, "rows_seen": self.rows_seen,
                 "best_val_loss": self.best, "rng": torch.get_rng_state()})
+            if best:
+                keep_copy(self.path, self.path.with_name("best.pt"))
 
     def gradient(self) -> Tensor:
         """Fill the flat gradient from this process's rows of the next global batch; mean loss."""
@@ -551,19 +504,30 @@ class Trainer:
         nats, tokens = p.sum(total).tolist()
         return nats / tokens
 
-    def run(self):
-        """Train to max_iters, with an evaluation and a checkpoint every eval_interval steps."""
+    def run(self, signals: Signals | None = None):
+        """Train to max_iters, with an evaluation and a checkpoint every eval_interval steps.
+
+        After a signal: save, and end the process with status 128 + the signal's number.
+        """
         c = self.c
         while self.step < c.max_iters:
             self.update()
+            stop = signals is not None and self.processes.any(bool(signals.received))
+            if stop:
+                self.save()
+                self.processes.print(f"{self.path}: stopped by a signal after step {self.step}; "
+                                     "--init_from=resume goes on")
+                sys.exit(128 + (signals.received or signal.SIGTERM))
             if self.step % c.eval_interval and self.step < c.max_iters:
                 continue
             self.log.flush()
+            best = False
             if self.val_rows is not None:
                 loss = self.validate()
-                self.log.validation(self.step, loss, loss < self.best)
+                best = loss < self.best
+                self.log.validation(self.step, loss, best)
                 self.best = min(self.best, loss)
-            self.save()
+            self.save(best)
 
 
 # what lies between matrix products and attention: each becomes one or two kernels
@@ -631,6 +595,7 @@ def main(argv: list[str]):
     c = parse(TrainConfig(), argv, __doc__)
     processes = Processes.from_environment()
     check(c, processes)
+    signals = Signals()
     trainer = Trainer(c, processes)
     processes.print(
         f"{c.kv}, {trainer.model.n_params():,} parameters without the embedding, on "
@@ -638,7 +603,14 @@ def main(argv: list[str]):
         f"{trainer.tokens_per_step:,} tokens per step")
     if trainer.step >= c.max_iters:
         processes.print(f"step {trainer.step} of {c.max_iters}: nothing left to do")
-    trainer.run()
+    try:
+        trainer.run(signals)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"out of memory on {trainer.device} with batch_size={c.batch_size}, block_size="
+            f"{c.block_size}: halve batch_size and double gradient_accumulation_steps "
+            f"({c.gradient_accumulation_steps}), which gives the same steps; or lower block_size"
+        ) from None
     processes.print(f"{trainer.path}: step {trainer.step}; "
                     f"python sample.py --out_dir={c.out_dir}")
     if processes.world > 1:

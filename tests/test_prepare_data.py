@@ -358,6 +358,9 @@ def test_case_09_qwen_in_files_and_model(tmp_path):
     assert len(starts.unique()) == 3
 
 
+META = {"vocab_size": 257, "dtype": "uint16", "tokens": {}}
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_case_10_block_size_and_one_more_token_make_one_row(tmp_path, split):
     rows = {}
@@ -368,9 +371,9 @@ def test_case_10_block_size_and_one_more_token_make_one_row(tmp_path, split):
         path = path.rename(tmp_path / f"{split}.{count}")
         if count == 32:
             with pytest.raises(UserError, match=rf"{split}.*32 tokens.*33"):
-                TokenRows(path, "uint16", 32, 0)
+                TokenRows(path, META, 32, 0)
         else:
-            rows[count] = TokenRows(path, "uint16", 32, 0)
+            rows[count] = TokenRows(path, META, 32, 0)
     x, y = rows[33].batch(0, 1, "cpu")
     assert x.tolist() == [[65 + i for i in range(32)]]
     assert y.tolist() == [[*range(66, 65 + 32), EOS]]

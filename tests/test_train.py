@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,9 @@ TINY = dict(n_layer=2, n_embd=32, n_head=2, n_kv_head=1, head_dim=16, n_hidden=6
             router_stride=1, n_groups=4, block_size=32, batch_size=4, max_iters=3,
             gradient_accumulation_steps=1, eval_iters=2, eval_interval=100, log_interval=1,
             learning_rate=3e-4, dataset="random", device="cpu", dtype="float32", compile="false")
+
+
+META = {"vocab_size": 70000, "dtype": "uint16", "tokens": {}}
 
 
 @pytest.fixture
@@ -94,20 +98,33 @@ def test_batch_split_into_micro_steps_gives_the_same_parameters(folder, monkeypa
         torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
 
 
+def start(folder, processes=1, **overrides):
+    return subprocess.Popen(command(processes, **overrides), cwd=folder, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
 @pytest.mark.slow
-def test_case_26_two_processes_give_the_parameters_of_one(folder):
-    one = launch(folder, out_dir="one", batch_size=2, gradient_accumulation_steps=2, grad_clip=0)
-    two = launch(folder, out_dir="two", batch_size=2, gradient_accumulation_steps=2, grad_clip=0,
-                 processes=2)
-    assert one.returncode == 0, one.stderr
-    assert two.returncode == 0, two.stderr
-    assert "128 tokens per step" in one.stdout and "128 tokens per step" in two.stdout
-    assert two.stdout.count("step 2: loss") == 1  # only rank 0 prints
+def test_case_26_29_two_processes_give_the_parameters_of_one(folder, monkeypatch):
+    """And two such runs on one machine do not get in each other's way."""
+    how = dict(batch_size=2, gradient_accumulation_steps=2, grad_clip=0)
+    runs = [start(folder, 2, out_dir=name, **how) for name in ("two", "three")]
+    in_process(folder, monkeypatch, out_dir="one", **how)
+    for process in runs:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        assert "128 tokens per step" in out
+        assert out.count("step 2: loss") == 1  # only rank 0 prints
     a, b = weights(folder / "one/ckpt.pt"), weights(folder / "two/ckpt.pt")
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-5)
     for step, loss in losses(folder / "one/log.csv").items():
         assert abs(loss - losses(folder / "two/log.csv")[step]) < 1e-5
+
+
+def test_case_29_documented_commands_do_not_need_a_port():
+    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+        assert "torchrun " not in line or "--standalone" in line or "--rdzv" in line
 
 
 def test_case_26_accumulation_must_divide(folder, monkeypatch):
@@ -160,17 +177,15 @@ def test_case_22_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch)
         raise OSError("no space left")
 
     monkeypatch.setattr(torch, "save", broken)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(UserError, match="no space.*earlier checkpoint"):
         train.save_checkpoint(path, {"a": torch.zeros(3)})
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt.pt"]
 
 
 @pytest.mark.slow
-def test_case_22_sigkill_leaves_a_checkpoint_that_resumes(folder):
-    args = command(out_dir="k", max_iters=100000, eval_interval=1, eval_iters=0)
-    process = subprocess.Popen(args, cwd=folder, stdout=subprocess.PIPE, text=True,
-                               env=os.environ | {"OMP_NUM_THREADS": "1"})
+def test_case_22_sigkill_leaves_a_checkpoint_that_resumes(folder, monkeypatch):
+    process = start(folder, out_dir="k", max_iters=100000, eval_interval=1, eval_iters=0)
     for line in process.stdout:
         if line.startswith("step 7:"):
             break
@@ -179,9 +194,9 @@ def test_case_22_sigkill_leaves_a_checkpoint_that_resumes(folder):
     process.wait()
     step = torch.load(folder / "k/ckpt.pt", weights_only=True)["step"]
     assert step >= 7
-    result = launch(folder, out_dir="k", max_iters=step + 2, init_from="resume", eval_iters=0)
-    assert result.returncode == 0, result.stderr
-    assert f"step {step}: loss" in result.stdout and f"step {step + 1}: loss" in result.stdout
+    in_process(folder, monkeypatch, out_dir="k", max_iters=step + 2, init_from="resume",
+               eval_iters=0)
+    assert sorted(losses(folder / "k/log.csv")) == list(range(step + 2))
 
 
 def test_case_21_wrapper_prefixes_are_stripped_and_unknown_keys_refused(folder, monkeypatch):
@@ -208,11 +223,11 @@ def test_resume_refuses_another_model(folder, monkeypatch):
 
 def test_rows_are_a_permutation_each_epoch_and_the_same_for_any_start(tmp_path):
     np.arange(1000, dtype="<u2").tofile(tmp_path / "x.bin")
-    rows = TokenRows(tmp_path / "x.bin", "uint16", 32, seed=1)
+    rows = TokenRows(tmp_path / "x.bin", META, 32, seed=1)
     first = [rows.start(n) for n in range(rows.n_rows)]
     second = [rows.start(n) for n in range(rows.n_rows, 2 * rows.n_rows)]
     assert len(set(first)) == rows.n_rows == len(set(second)) and first != second
-    assert TokenRows(tmp_path / "x.bin", "uint16", 32, seed=1).start(40) == second[40 - rows.n_rows]
+    assert TokenRows(tmp_path / "x.bin", META, 32, seed=1).start(40) == second[40 - rows.n_rows]
     x, y = rows.batch(0, 3, "cpu")
     assert torch.equal(x[:, 1:], y[:, :-1]) and x[:, 0].tolist() == first[:3]
 
@@ -220,11 +235,11 @@ def test_rows_are_a_permutation_each_epoch_and_the_same_for_any_start(tmp_path):
 def test_case_10_exactly_one_window_is_enough(tmp_path):
     for n in (33, 32, 34):
         np.arange(n, dtype="<u2").tofile(tmp_path / f"{n}.bin")
-    x, y = TokenRows(tmp_path / "33.bin", "uint16", 32, seed=0).batch(0, 1, "cpu")
+    x, y = TokenRows(tmp_path / "33.bin", META, 32, seed=0).batch(0, 1, "cpu")
     assert x[0].tolist() == list(range(32)) and y[0].tolist() == list(range(1, 33))
     with pytest.raises(UserError, match="32 tokens.*33"):
-        TokenRows(tmp_path / "32.bin", "uint16", 32, seed=0)
-    rows = TokenRows(tmp_path / "34.bin", "uint16", 32, seed=0)
+        TokenRows(tmp_path / "32.bin", META, 32, seed=0)
+    rows = TokenRows(tmp_path / "34.bin", META, 32, seed=0)
     assert {rows.start(n) for n in range(200)} == {0, 1}
 
 
@@ -297,6 +312,129 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_checkpoint(folder, monkey
         trainer.run()
     state = torch.load("out/ckpt.pt", weights_only=True)
     assert state["step"] == 4 and all(t.isfinite().all() for t in state["model"].values())
+
+
+def test_case_34_no_checkpoint_of_weights_that_are_not_finite(folder, monkeypatch):
+    """The loss was finite, the step that followed it was not."""
+    trainer = in_process(folder, monkeypatch, eval_iters=0)
+    before = Path("out/ckpt.pt").read_bytes()
+    with torch.no_grad():
+        trainer.model.embed[3, 0] = float("inf")
+    with pytest.raises(UserError, match="step 3.*not finite"):
+        trainer.save()
+    assert Path("out/ckpt.pt").read_bytes() == before
+
+
+def test_case_34_a_batch_without_targets_counts_as_zero(folder, monkeypatch):
+    trainer = in_process(folder, monkeypatch, eval_iters=0, max_iters=1)
+    trainer.flat.zero_()
+    x, y = trainer.rows.batch(0, 2, "cpu")
+    loss = trainer.micro_step(x, torch.full_like(y, -1))
+    assert loss == 0 and not trainer.flat.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, processes", [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_case_24_a_signal_saves_and_the_resumed_run_goes_on(folder, monkeypatch, number, processes):
+    how = dict(batch_size=2, gradient_accumulation_steps=2, eval_interval=100000, eval_iters=0,
+               grad_clip=0, warmup_iters=0, lr_decay_iters=1)
+    process = start(folder, processes, out_dir="s", max_iters=100000, **how)
+    for line in process.stdout:
+        if line.startswith("step 5:"):
+            break
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert "stopped by a signal after step" in out
+    assert process.returncode == 128 + number or processes > 1  # torchrun has a status of its own
+    step = torch.load(folder / "s/ckpt.pt", weights_only=True)["step"]
+    assert step >= 6
+    how["max_iters"] = step + 2
+    in_process(folder, monkeypatch, out_dir="s", init_from="resume", **how)
+    in_process(folder, monkeypatch, out_dir="whole", **how)
+    mine, whole = (losses(folder / name / "log.csv") for name in ("s", "whole"))
+    assert sorted(mine) == list(range(step + 2))
+    assert all(abs(mine[i] - whole[i]) < 1e-5 for i in mine)
+
+
+def test_case_33_mfu_is_not_a_number_where_the_peak_is_unknown(folder, monkeypatch, capsys):
+    in_process(folder, monkeypatch, eval_iters=0)
+    lines = [x for x in capsys.readouterr().out.splitlines() if "loss" in x]
+    assert len(lines) == 3 and all("MFU n/a" in line for line in lines)
+
+
+def test_case_37_wandb_is_off_and_reported_early_when_missing(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    refused([f"--{k}={v}" for k, v in TINY.items()] + ["--wandb=true", "--dataset=nothing"], capsys,
+            "wandb", "not installed")
+    in_process(folder, monkeypatch, eval_iters=0, max_iters=2)
+    with open("out/log.csv", newline="") as f:
+        rows = list(csv.DictReader(f))
+    assert [r["step"] for r in rows] == ["0", "1"]
+    assert all(float(r[c]) > 0 for r in rows for c in ("loss", "lr", "grad_norm", "tokens_per_s"))
+
+
+def test_case_37_wandb_gets_the_log(folder, monkeypatch):
+    rows = []
+    fake = types.SimpleNamespace(init=lambda **k: rows.append(k),
+                                 log=lambda values, step: rows.append((step, values)))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    in_process(folder, monkeypatch, wandb=True, max_iters=2)
+    assert rows[0]["name"] == "out" and [r[0] for r in rows[1:]] == [0, 1, 2]
+    assert rows[1][1]["loss"] > 0 and rows[3][1]["val_loss"] > 0
+
+
+def test_case_38_reading_batches_does_not_grow_memory(tmp_path):
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("no /proc here")
+
+    def anonymous():
+        line = next(x for x in status.read_text().splitlines() if x.startswith("RssAnon"))
+        return int(line.split()[1]) / 1024
+
+    np.arange(50_000_000, dtype="<u4").tofile(tmp_path / "train.bin")
+    meta = {"vocab_size": 2 ** 31, "dtype": "uint32", "tokens": {}}
+    rows = TokenRows(tmp_path / "train.bin", meta, 1024, seed=0)
+    rows.batch(0, 8, "cpu")
+    before = anonymous()
+    for n in range(5000):
+        rows.batch(8 * n, 8, "cpu")
+    assert anonymous() - before < 20
+
+
+def test_the_best_checkpoint_is_kept(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    trainer = train.Trainer(TrainConfig(**TINY | {"compile": False, "eval_interval": 1,
+                                                  "max_iters": 4}), Processes())
+    values = iter((3.0, 2.0, 2.5, 2.25))
+    trainer.validate = lambda: next(values)
+    trainer.run()
+    best, last = (torch.load(f"out/{n}.pt", weights_only=True) for n in ("best", "ckpt"))
+    assert (best["step"], best["best_val_loss"], last["step"]) == (2, 2.0, 4)
+    assert train.load_model("out/best.pt")[1]["step"] == 2
+    assert sorted(p.name for p in Path("out").iterdir()) == ["best.pt", "ckpt.pt", "log.csv"]
+
+
+def test_out_of_memory_says_what_to_lower(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train.MicroStep, "run", full)
+    refused([f"--{k}={v}" for k, v in TINY.items()], capsys, "out of memory", "batch_size=4",
+            "gradient_accumulation_steps")
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda p: p.write_bytes(p.read_bytes()[:-2]), ["4999 tokens", "5000", "train.bin"]),
+    (lambda p: p.write_bytes(b"\xff\xff" * 5000), ["65535", "257", "train.bin"]),
+])
+def test_damaged_data_is_named(folder, monkeypatch, capsys, damage, words):
+    monkeypatch.chdir(folder)
+    damage(folder / "data/random/train.bin")
+    refused([f"--{k}={v}" for k, v in TINY.items()], capsys, *words)
 
 
 # ---- settings

@@ -1,0 +1,96 @@
+"""
+Prepared token files as rows to train on, in an order that a seed and a row's number determine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import prepare_data
+from configurator import UserError
+
+
+class TokenRows:
+    """Rows of block_size tokens with their targets, each epoch in a random order of its own.
+
+    Row n of the run is a function of (seed, n) alone, so that a position is all that a resumed
+    run needs. The tokens that fill no row are left out at either end, as the epoch's dice fall.
+    """
+
+    def __init__(self, path: Path, meta: dict, block_size: int, seed: int | None):
+        if not path.is_file():
+            raise UserError(f"{path}: no such data file; python prepare_data.py makes it")
+        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+        n, promised = path.stat().st_size // dtype.itemsize, meta["tokens"].get(path.stem)
+        if promised is not None and n != promised:
+            raise UserError(f"{path}: {n} tokens, but meta.json says {promised}; the file is cut "
+                            "off or from another preparation, prepare the data set again")
+        self.path, self.block_size, self.seed = path, block_size, seed
+        self.vocab_size = meta["vocab_size"]
+        if n < block_size + 1:
+            raise UserError(f"{path}: {n} tokens, but block_size={block_size} needs at least "
+                            f"{block_size + 1}")
+        self.tokens = np.memmap(path, dtype, "r")
+        self.n_rows = (n - 1) // block_size
+        self.slack = n - 1 - self.n_rows * block_size
+        self.epoch = None
+
+    def start(self, n: int) -> int:
+        """Index of the first token of row n."""
+        epoch, i = divmod(n, self.n_rows)
+        if self.seed is None:  # evaluation: the windows as they lie
+            return i * self.block_size
+        if self.epoch != epoch:
+            rng = np.random.default_rng((self.seed, epoch))
+            self.offset = int(rng.integers(self.slack + 1))
+            self.order = rng.permutation(self.n_rows)
+            self.epoch = epoch
+        return self.offset + int(self.order[i]) * self.block_size
+
+    def batch(self, n: int, rows: int, device: str) -> tuple[Tensor, Tensor]:
+        """Rows n..n+rows-1: tokens and targets (rows, block_size), int64. Does not wait for the
+        device."""
+        starts = [self.start(m) for m in range(n, n + rows)]
+        xy = np.stack([self.tokens[s:s + self.block_size + 1].astype(np.int64) for s in starts])
+        if xy.max() >= self.vocab_size:
+            raise UserError(f"{self.path}: holds the id {xy.max()}, but the vocabulary of "
+                            f"meta.json has {self.vocab_size}; prepare the data set again")
+        xy = torch.from_numpy(xy)
+        if device.startswith("cuda"):
+            xy = xy.pin_memory().to(device, non_blocking=True)
+        xy = xy.to(device)
+        return xy[:, :-1], xy[:, 1:]
+
+
+def load_meta(dataset: str) -> tuple[Path, dict]:
+    """Folder and meta.json of a data set; the default one is prepared if it is missing."""
+    folder = Path("data") / dataset
+    if dataset == "python" and not (folder / "meta.json").exists():
+        if os.environ.get("RANK", "0") == "0":
+            prepare_data.prepare_python(str(folder))
+        else:
+            wait_for(folder / "meta.json")
+    if not (folder / "meta.json").is_file():
+        raise UserError(f"{folder}/meta.json: no such file; prepare the data set first "
+                        "(python prepare_data.py --help)")
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        return folder, {name: meta[name] for name in
+                        ("tokenizer", "vocab_size", "eos_id", "dtype", "tokens")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}/meta.json is damaged ({error}); prepare it again") from None
+
+
+def wait_for(path: Path, seconds: int = 120):
+    for _ in range(10 * seconds):
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise UserError(f"{path}: not there after {seconds} s")
