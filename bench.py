@@ -34,7 +34,7 @@ from configurator import UserError, key, parse, run
 from flops import MODES, count_flops, flops_per_token, peak_flops, pool_flops
 from model import Decoder, ModelConfig, set_compute_copies
 from pool import build
-from sample import Choice, Decoding, draws, next_start, prefill, ready, record, step
+from sample import Choice, Decoding, draws, fast_steps, move_on, prefill, ready, record
 from solvers import cyclic, interleave
 
 # ---- flops
@@ -446,7 +446,7 @@ def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
     if meta["tokenizer"] != checkpoint["meta"]["tokenizer"]:
         raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {c.out_dir} was trained on "
                         f"{checkpoint['meta']['tokenizer']}")
-    rows = train.TokenRows(folder / "val.bin", meta["dtype"],
+    rows = train.TokenRows(folder / "val.bin", meta,
                            c.block_size or checkpoint["config"]["block_size"], None)
     return model, *rows.batch(0, min(c.rows, rows.n_rows), device)
 
@@ -674,23 +674,21 @@ class Prefill:
         prefill(self.model, self.idx, s.solver, s.passes, s.n_groups)
 
     def prepare_steps(self):
-        self.steps = self.idx.size(1)
+        B, self.steps = self.idx.shape
         self.column = self.idx.new_zeros(1)
-        self.start = self.idx.new_zeros(len(self.idx))
-        like = self.model.embed_tokens(self.idx[:, :1])
-        self.cache = self.model.new_cache(*self.idx.shape, like=like)
+        self.index, self.start = self.idx.new_zeros(B), self.idx.new_zeros(B)
+        like = self.model.embed_tokens(self.idx[:, 0])
+        self.cache = self.model.new_cache(B, self.steps, like=like)
+        self.fast = fast_steps(self.model, self.cache, like)
 
     def step(self):
         token = self.idx.index_select(1, self.column)[:, 0]
-        index = self.column.expand(len(token))
-        step(self.model, self.cache, token, index, self.start)
-        self.start.copy_(next_start(self.model, token, index, self.start))
-        self.column += 1
+        move_on(self.model, self.cache, self.fast, token, self.index, self.start, self.column)
 
     def rewind(self):
         if self.steps > 1:
-            self.column.zero_()
-            self.start.zero_()
+            for t in (self.column, self.index, self.start):
+                t.zero_()
 
     def __call__(self):
         if self.graph is None:

@@ -45,6 +45,17 @@ CONFIGS = {
 }
 ATTENTION = (64, 4, 3)  # keys at a time, warps, stages
 PROGRAMS = 396  # of attention: about three for each of 132 multiprocessors
+# a kernel is launched while the one before it still runs, and waits for its end inside (Hopper's
+# programmatic dependent launch): so its start costs no time
+EARLY = False
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    """Let the next kernel start, and wait for the one before; nothing may be read earlier."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 # ---- before and after the stack ---------------------------------------------------------------
@@ -54,10 +65,11 @@ PROGRAMS = 396  # of attention: about three for each of 132 multiprocessors
 def place_kernel(ids, index, start, count, embed, cos_table, sin_table, x, cos, sin, columns,
                  first, stop, B, eos, FIRST: tl.constexpr, ITSELF: tl.constexpr,
                  D: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
-                 BLOCK_H: tl.constexpr):
+                 BLOCK_H: tl.constexpr, EARLY: tl.constexpr):
     """Of one row: all that the stack needs of its token; then index, start and count move on."""
+    begin(EARLY)
     b = tl.program_id(0)
-    token = tl.maximum(tl.load(ids + b), 0)  # a mark of bad logits is no token
+    token = tl.load(ids + b)
     i, s = tl.load(index + b), tl.load(start + b)
     c, m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_H)
     tl.store(x + b * D + c, tl.load(embed + token * D + c, c < D), c < D)
@@ -75,8 +87,9 @@ def place_kernel(ids, index, start, count, embed, cos_table, sin_table, x, cos, 
 
 @triton.jit
 def pick_kernel(values, order, u, count, ids, B, temperature, top_p, K: tl.constexpr,
-                BLOCK: tl.constexpr):
+                BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One of K ids in the order of their logits, by the number u; -1 if one is not finite."""
+    begin(EARLY)
     b, j = tl.program_id(0), tl.arange(0, BLOCK)
     x = tl.load(values + b * K + j, j < K, float("-inf")).to(tl.float32)
     most = tl.max(x, 0)
@@ -121,8 +134,9 @@ def weight_tile(w, e, k, exists, K, EVEN: tl.constexpr):
 def product_kernel(x, gain, w, residual, out, B, E, eps, K: tl.constexpr, NORM: tl.constexpr,
                    GATED: tl.constexpr, RESIDUAL: tl.constexpr, CHECK: tl.constexpr,
                    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-                   EVEN: tl.constexpr):
+                   EVEN: tl.constexpr, EARLY: tl.constexpr):
     """[residual +] [norm of] x @ w^T; GATED: of w (2 E, K), silu(first half) * second half."""
+    begin(EARLY)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     acc = tl.zeros((ROWS, BLOCK_E), tl.float32)
@@ -153,9 +167,10 @@ def product_kernel(x, gain, w, residual, out, B, E, eps, K: tl.constexpr, NORM: 
 def heads_kernel(x, gain, w, q_gain, k_gain, cos, sin, columns, q, keys, values, B, S, eps,
                  K: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr,
                  BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-                 EVEN: tl.constexpr):
+                 EVEN: tl.constexpr, EARLY: tl.constexpr):
     """One head: a query's goes to q (B, H, d), a key's or value's to the rows' columns of the
     cache (B, S, Hkv, d)."""
+    begin(EARLY)
     d: tl.constexpr = 2 * HALF
     f = tl.program_id(0)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -195,8 +210,9 @@ def heads_kernel(x, gain, w, q_gain, k_gain, cos, sin, columns, q, keys, values,
 def attention_kernel(q, k0, k1, v0, v1, part, part_lse2, done, out, start, stop, sink_k, sink_v,
                      scale2, Hkv, G: tl.constexpr, SINK: tl.constexpr, SPLITS: tl.constexpr,
                      D0: tl.constexpr, D1: tl.constexpr, BLOCK_D: tl.constexpr,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr):
     """A share of the keys of one row and key-value head; BLOCK_M >= G packed queries."""
+    begin(EARLY)
     d: tl.constexpr = D0 + D1
     b, head, split = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv, tl.program_id(1)
     lo, end = tl.load(start + b), tl.load(stop + b)
@@ -277,6 +293,10 @@ def merge(part, part_lse2, out, stride, G: tl.constexpr, SPLITS: tl.constexpr, d
 # ---- host side --------------------------------------------------------------------------------
 
 
+def early() -> dict:
+    return dict(EARLY=True, launch_pdl=True) if EARLY else dict(EARLY=False)
+
+
 def options(kind: str, B: int, K: int) -> tuple[int | None, int, dict]:
     """Features of a program, programs along the rows, and constants and launch options."""
     rows, block_e, most, flight, warps = CONFIGS[kind]
@@ -284,7 +304,7 @@ def options(kind: str, B: int, K: int) -> tuple[int | None, int, dict]:
     block_k = max(64, min(most, K & -K))  # the largest power of two that divides K, if it can be
     return block_e, triton.cdiv(B, rows), dict(
         ROWS=rows, BLOCK_K=block_k, EVEN=K % block_k == 0, num_warps=warps,
-        num_stages=1 + min(8, triton.cdiv(min(flight, K), block_k)))
+        num_stages=1 + min(8, triton.cdiv(min(flight, K), block_k)), **early())
 
 
 def product(x: Tensor, w: Tensor, gain: Tensor | None = None, residual: Tensor | None = None,
@@ -347,7 +367,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink, scratch: Scratc
         rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E, Hkv, G=H // Hkv,
         SINK=sink is not None, SPLITS=scratch.splits,
         BLOCK_M=max(16, triton.next_power_of_2(H // Hkv)), BLOCK_N=block_n, **c,
-        num_warps=warps, num_stages=stages)
+        num_warps=warps, num_stages=stages, **early())
     return out.view(B, H * d)
 
 
@@ -378,8 +398,9 @@ class Steps:
         self.scratch = Scratch(like, B, c.n_head, S)
 
     def __call__(self, ids: Tensor, index: Tensor, start: Tensor, count: Tensor) -> Tensor:
-        """`sample.step` of tokens ids (B,) at columns index of documents that begin at start, all
-        contiguous; returns h[L] (B, D). index, start and count (1,) are those of the next tokens then."""
+        """`sample.step` of tokens ids (B,) at columns index of documents that begin at start;
+        returns h[L] (B, D). Then index, start and count (1,) are those of the next tokens. All
+        are contiguous."""
         model, rows, c = self.model, self.rows, self.model.config
         embed = model.embed.compute
         place_kernel[len(ids),](
@@ -387,7 +408,7 @@ class Steps:
             rows.columns, rows.start, rows.stop, len(ids), -1 if c.eos_id is None else c.eos_id,
             FIRST=int(model.has_dummy), ITSELF=int(model.reads_itself), D=c.n_embd,
             HALF=c.head_dim // 2, BLOCK_D=triton.next_power_of_2(c.n_embd),
-            BLOCK_H=triton.next_power_of_2(c.head_dim // 2))
+            BLOCK_H=triton.next_power_of_2(c.head_dim // 2), **early())
         h = self.states()
         if model.iterates:
             model.store(h, rows, self.cache)
@@ -425,5 +446,5 @@ def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float, top_k: 
         values, order = logits.topk(min(top_k, logits.size(-1)))
     ids = torch.empty_like(order[:, 0])
     pick_kernel[B,](values, order, u, count, ids, B, temperature, top_p, K=order.size(1),
-                    BLOCK=triton.next_power_of_2(order.size(1)))
+                    BLOCK=triton.next_power_of_2(order.size(1)), **early())
     return ids

@@ -128,6 +128,25 @@ def next_start(model: Decoder, token: Tensor, index: Tensor, start: Tensor) -> T
     return start if eos_id is None else torch.where(token == eos_id, index + 1, start)
 
 
+def fast_steps(model: Decoder, cache: Cache, like: Tensor):
+    """`decode_kernels.Steps` on a cache of fixed size, if they serve states like these, or None."""
+    if decode_kernels is None or not decode_kernels.serve(model, like):
+        return None
+    return decode_kernels.Steps(model, cache)
+
+
+def move_on(model: Decoder, cache: Cache, fast, token: Tensor, index: Tensor, start: Tensor,
+            count: Tensor) -> Tensor:
+    """A step, by `fast` or as it stands above; index, start and count are the next token's then."""
+    if fast is not None:
+        return fast(token, index, start, count)
+    h = step(model, cache, token, index, start)
+    start.copy_(next_start(model, token, index, start))
+    index += 1
+    count += 1
+    return h
+
+
 def choose(logits: Tensor, u: Tensor, temperature: float, top_k: int | None = None,
            top_p: float = 1.0) -> Tensor:
     """Draw an id (B,) from each row of logits (B, V), by one number u (B,) in [0, 1) for each.
@@ -213,10 +232,8 @@ class Decoding:
         """h (B, D), final states of the last tokens, yield the first ids; these will stand at
         columns index (B,) < filled + 1 of documents that begin at start (B,)."""
         self.model, self.cache, self.choice = model, cache, choice
-        self.fast, self.logits = None, model.logits
-        if decode_kernels is not None and decode_kernels.serve(model, h):
-            self.fast = decode_kernels.Steps(model, cache)
-            self.logits = self.fast.logits
+        self.fast = fast_steps(model, cache, h)
+        self.logits = model.logits if self.fast is None else self.fast.logits
         self.index, self.start = index.clone(), start.clone()
         self.n = torch.zeros(1, dtype=torch.long, device=h.device)  # ids chosen before
         ids = self.choice(self.logits(h), self.n)
@@ -226,14 +243,8 @@ class Decoding:
 
     def step(self):
         """Run the newest ids through the model and choose the next."""
-        if self.fast is not None:
-            h = self.fast(self.ids, self.index, self.start, self.n)
-        else:
-            token = self.ids.clamp(min=0)  # a mark of bad logits is no token
-            h = step(self.model, self.visible(), token, self.index, self.start)
-            self.start.copy_(next_start(self.model, token, self.index, self.start))
-            self.index += 1
-            self.n += 1
+        token = self.ids.clamp(min=0)  # a mark of bad logits is no token
+        h = move_on(self.model, self.visible(), self.fast, token, self.index, self.start, self.n)
         self.ids.copy_(self.choice(self.logits(h), self.n))
 
     def visible(self) -> Cache:
