@@ -3,6 +3,8 @@ All drawing, through matplotlib (an optional package): `python pictures.py PICTU
 
     python pictures.py connections                    # what each system connects
     python pictures.py curves --logs=out/a,out/b      # losses of several runs
+    python pictures.py convergence --json=FILE        # what bench.py prefill has measured
+    python pictures.py connectome --out_dir=out/wm16  # what the routers have learnt
 
 Each writes one file, --output, whose ending (.png, .svg, .pdf) says in which format.
 """
@@ -10,19 +12,29 @@ Each writes one file, --output, whose ending (.png, .svg, .pdf) says in which fo
 from __future__ import annotations
 
 import csv
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from configurator import UserError, key, parse, run
-from train import load_checkpoint
+from evaluate import Schedule, Windows
+from model import Decoder, rms_norm
+from pool import scale
+from sample import TOLERANCE, read_text
+from tokenizer import Tokenizer, get_tokenizer
+from train import load_checkpoint, load_meta, load_model, pick_device
 
 PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"
 # Okabe and Ito's colours, which all can tell apart; then the same with another dash
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES = ("-", "--", ":", "-.")
+FEEDBACK, FORWARD = (0.835, 0.369, 0.0), (0.0, 0.447, 0.698)  # two of them
+CONTEXT = 30  # tokens printed before an unusual one
 
 
 def plot():
@@ -289,6 +301,7 @@ def curves(c: CurvesConfig):
              title="line: training, averaged; dots: validation")
     left.legend(loc="upper right")
     right.set(xlabel=left.get_xlabel())
+    shared = min(runs[0].x[-1], max((r.x[-1] for r in runs[1:]), default=0))
     if len(runs) == 1:
         tail = 0.7 * longest
         right.set(title="the end of the run", ylabel=left.get_ylabel(),
@@ -300,14 +313,313 @@ def curves(c: CurvesConfig):
         ends = [relative(r, runs[0])[1] for r in runs[1:]]
         ends = [y[len(y) // 10:] for y in ends] + [np.zeros(1)]
         right.set(title=f"perplexity against {runs[0].name}", ylabel="difference, %",
-                  xlim=left.get_xlim(), ylim=view(ends))
+                  xlim=(0, 1.02 * shared / unit), ylim=view(ends))
     fig.tight_layout()
     save(fig, c.output)
 
 
+# ---- convergence
+
+@dataclass
+class ConvergenceConfig:
+    """What `pictures.py convergence` takes."""
+
+    json: str = key("prefill.json", "what python bench.py prefill --json=FILE has written")
+    output: str = key("docs/convergence.png", "the file to write")
+
+
+def read_schedules(path: str) -> dict:
+    """The results of `bench.py prefill`; its schedules in order of their groups g."""
+    try:
+        results = json.loads(Path(path).read_text(encoding="utf-8"))
+        for s in results["schedules"]:
+            s["g"] = s["g"] if "g" in s else s["n_groups"]
+            s["ms"] = 1e3 * s["seconds_per_sequence"] if s["passes"] is not None else None
+        results["schedules"].sort(key=lambda s: s["g"])
+        results["block_size"], results["batch_size"], results["device"], results["dtype"]
+    except OSError as error:
+        raise UserError(f"json={path}: cannot read it ({error.strerror}); python bench.py prefill "
+                        "--json=FILE writes it") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"json={path}: not what python bench.py prefill --json=FILE writes "
+                        f"({type(error).__name__}: {error})") from None
+    if not results["schedules"]:
+        raise UserError(f"json={path}: it holds no schedule")
+    return results
+
+
+def name_of(schedule: dict) -> str:
+    return {"jacobi": "Jacobi", "autoregressive": "token\nby token"}.get(
+        schedule["solver"], f"{schedule['g']}")
+
+
+def convergence(c: ConvergenceConfig):
+    """Passes to within 1 % of the exact perplexity and time, against the number of groups."""
+    results = read_schedules(c.json)
+    plt = plot()
+    schedules = results["schedules"]
+    by_pass = [s for s in schedules if len(s.get("perplexities", ())) > 1]
+    fig, axes = plt.subplots(1, 2 + bool(by_pass), figsize=(10.5 + 2.5 * bool(by_pass), 4))
+    at = np.arange(len(schedules))
+    reached = np.array([s["passes"] is not None for s in schedules])
+    for ax, values, colour in (
+            (axes[0], [s["passes"] for s in schedules], COLOURS[0]),
+            (axes[1], [s["ms"] for s in schedules], COLOURS[1])):
+        y = np.array([v for v in values if v is not None])
+        ax.plot(at[reached], y, "o-", color=colour, ms=6, mec="white", lw=1.3)
+        for i, v in zip(at[reached], y):
+            ax.annotate(f"{v:.3g}" if v < 100 else f"{v:,.0f}", (i, v), (0, 8), ha="center",
+                        textcoords="offset points",
+                        bbox=dict(boxstyle="square,pad=0.1", fc="white", ec="none", alpha=0.8))
+        if len(y):
+            ax.set(yscale="log", ylim=(0.7 * y.min(), 1.6 * y.max()))
+            ax.minorticks_off()
+            ticks = [t for d in range(-3, 7) for t in (10.0**d, 2 * 10.0**d, 5 * 10.0**d)
+                     if 0.7 * y.min() <= t <= 1.6 * y.max()]
+            ax.set_yticks(ticks, [f"{t:,g}" for t in ticks])
+        for i in at[~reached]:
+            ax.annotate("not\nreached", (i, 0.97), xycoords=("data", "axes fraction"), ha="center",
+                        va="top", color="#777777", fontsize=8)
+        ax.set(xlabel="g, groups of the cyclic schedule", xlim=(-0.5, len(at) - 0.5))
+        ax.set_xticks(at, [name_of(s) for s in schedules])
+        ax.grid(axis="x", visible=False)
+    close = "to within 1 % of the exact perplexity" if "exact_perplexity" in results else "as given"
+    axes[0].set(ylabel="passes", title=f"passes, {close}")
+    axes[1].set(ylabel="ms per sequence",
+                title=f"time of so many: {results['device']}, {results['dtype']}")
+    if by_pass:
+        draw_perplexities(axes[2], by_pass, results["exact_perplexity"])
+    fig.suptitle(f"prefill of {results['block_size']:,} tokens, {results['batch_size']} sequences "
+                 "at a time", fontsize=10)
+    fig.tight_layout()
+    save(fig, c.output)
+
+
+def draw_perplexities(ax, schedules: list[dict], exact: float):
+    """How far the perplexity is off after each pass."""
+    for n, s in enumerate(schedules):
+        off = [100 * abs(p / exact - 1) for p in s["perplexities"]]
+        label = "Jacobi" if s["g"] == 1 else f"g={s['g']}"
+        ax.plot(range(1, len(off) + 1), off, marker="o", ms=4, lw=1.2, label=label,
+                color=COLOURS[n % len(COLOURS)], ls=DASHES[n // len(COLOURS) % len(DASHES)])
+    ax.axhline(1, color=INK, lw=0.9, ls=":")
+    longest = max(len(s["perplexities"]) for s in schedules)
+    ax.set(yscale="log", xlabel="pass", ylabel="perplexity off by, %", xlim=(0.5, longest + 0.5),
+           title="after each pass")
+    ax.set_ylim(bottom=0.02)  # far below the line it does not matter any more
+    ax.minorticks_off()
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(loc="upper right", fontsize=8)
+
+
+# ---- connectome
+
+@dataclass
+class ConnectomeConfig:
+    """What `pictures.py connectome` takes."""
+
+    out_dir: str = key("out", "folder with ckpt.pt, or a checkpoint file")
+    text: str | None = key(None, "a file whose text the model reads; None: rows of its data set")
+    split: str = key("val", "train, val or test, of the data set")
+    rows: int = key(8, "at most so many rows of block_size tokens")
+    exact: bool = key(False, "states iterated until converged, not as in training")
+    unusual: int = key(10, "so many tokens with the most unusual mixture are printed")
+    fibres: int = key(24, "tokens that are drawn, each as one fibre for each connection")
+    output: str = key("docs/connectome.png", "the file to write")
+    device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
+
+
+@torch.no_grad()
+def mixing_weights(model: Decoder, idx: Tensor, schedule: Schedule) -> Tensor:
+    """alpha (2, B, T, k, L) of the keys and the values, as the pool mixes the tokens idx (B, T)
+    given the states that the schedule arrives at."""
+    pool = model.kv_pool
+    h = schedule(model, idx).states[:, :, :pool.n_sources]  # (B, T, L, D)
+    unit = rms_norm(h, None)
+    return torch.stack([branch.weights(scale(unit, branch.pre_norm))
+                        for branch in (pool.key, pool.value)])
+
+
+@dataclass
+class Connectome:
+    """Mixing weights alpha (2, N, k, L) of N tokens, and what they amount to."""
+
+    alpha: Tensor
+    ids: list[int]  # (N,)
+
+    def __post_init__(self):
+        self.mean = self.alpha.mean(1)  # (2, k, L)
+        self.std = self.alpha.std(1, correction=0)
+
+    @property
+    def dependence(self) -> Tensor:
+        """(2, k): how much a channel's weights depend on the token: the root mean square over
+        sources of their spread, over that of their mean. 0: not at all."""
+        return self.std.norm(dim=-1) / self.mean.norm(dim=-1).clamp(min=1e-12)
+
+    @property
+    def distance(self) -> Tensor:
+        """(N,): root mean square over all weights of how many standard deviations a token's lie
+        from the mean. Over all tokens, its mean square is 1."""
+        z = (self.alpha - self.mean[:, None]) / self.std[:, None].clamp(min=1e-12)
+        return z.square().mean((0, 2, 3)).sqrt()
+
+    def most_changed(self, n: int) -> tuple[int, int, int]:
+        """(branch, channel, source) whose weight is the farthest from its mean for token n."""
+        z = (self.alpha[:, n] - self.mean).abs() / self.std.clamp(min=1e-12)
+        return tuple(int(i) for i in np.unravel_index(int(z.argmax()), z.shape))
+
+
+def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer) -> list[list[int]]:
+    """Rows of at most block_size ids: of the file `text`, or of the data set."""
+    T = checkpoint["config"]["block_size"]
+    if c.text is None:
+        folder, meta = load_meta(checkpoint["config"]["dataset"])
+        if meta["tokenizer"] != checkpoint["meta"]["tokenizer"]:
+            raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {c.out_dir} was trained "
+                            f"on {checkpoint['meta']['tokenizer']}")
+        windows = Windows(folder / f"{c.split}.bin", meta["dtype"], T,
+                          checkpoint["model_config"]["vocab_size"], c.rows)
+        ids = windows.tokens[:-1].tolist()
+    else:
+        ids = tokenizer.encode(read_text(c.text, f"text={c.text}"))[:c.rows * T]
+    if len(ids) < 2:
+        raise UserError(f"{len(ids)} tokens: at least 2 are needed to see how they differ")
+    return [ids[i:i + T] for i in range(0, len(ids), T)]
+
+
+def read_connectome(c: ConnectomeConfig, model: Decoder, rows: list[list[int]]) -> Connectome:
+    """Run the model over the rows, one by one; a pool with a static router is welcome, too."""
+    mc, device = model.config, model.embed.device
+    schedule = Schedule("cyclic", mc.n_nograd + mc.n_grad, mc.n_groups,
+                        TOLERANCE[torch.float32] if c.exact else None)
+    alpha = [mixing_weights(model, torch.tensor([row], device=device), schedule)[:, 0].cpu()
+             for row in rows]
+    return Connectome(torch.cat(alpha, 1).float(), [i for row in rows for i in row])
+
+
+def report(x: Connectome, tokenizer: Tokenizer, n_unusual: int):
+    """Print how much the weights depend on the token, and the tokens where they do the most."""
+    print(f"{len(x.ids):,} tokens. Spread of the mixing weights over tokens, relative to their "
+          "mean:\nchannel " + "".join(f"{j:6d}" for j in range(x.mean.size(1))))
+    for name, row in zip(("keys", "values"), x.dependence.tolist()):
+        print(f"{name:8s}" + "".join(f"{100 * r:5.0f}%" for r in row))
+    if not x.std.any():
+        print("no weight depends on the token")
+        return
+    print("\nthe most unusual mixtures (distance from the mean, in standard deviations; the token "
+          "in brackets):")
+    for n in x.distance.topk(min(n_unusual, len(x.ids))).indices.tolist():
+        branch, j, source = x.most_changed(n)
+        before, token, after = (tokenizer.decode(part).replace("\n", "\\n") for part in (
+            x.ids[max(0, n - CONTEXT):n], x.ids[n:n + 1], x.ids[n + 1:n + 1 + CONTEXT // 2]))
+        if x.ids[n] == tokenizer.eos_id:
+            token = "end of document"
+        print(f"{x.distance[n]:6.2f}  {before}[{token}]{after}   "
+              f"{'KV'[branch]} channel {j}, source {source}: {x.alpha[branch, n, j, source]:+.2f} "
+              f"for {x.mean[branch, j, source]:+.2f}")
+
+
+def connectome(c: ConnectomeConfig):
+    """What the routers have learnt: mean and spread of the mixing weights, and as fibres."""
+    for name, least in (("rows", 1), ("unusual", 0), ("fibres", 1)):
+        if getattr(c, name) < least:
+            raise UserError(f"{name}={getattr(c, name)}: at least {least} is needed")
+    if c.split not in ("train", "val", "test"):
+        raise UserError(f"split={c.split}: choose train, val or test")
+    plt = plot()
+    model, checkpoint = load_model(c.out_dir, pick_device(c.device))
+    if not hasattr(model, "kv_pool"):
+        raise UserError(f"{c.out_dir}: kv={model.config.kv} has no router to look at")
+    tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
+    x = read_connectome(c, model, connectome_rows(c, checkpoint, tokenizer))
+    report(x, tokenizer, c.unusual)
+    draw_connectome(plt, x, model.config.n_layer, c)
+
+
+def draw_connectome(plt, x: Connectome, n_layer: int, c: ConnectomeConfig):
+    """Keys above, values below: mean, spread, fibres."""
+    k, L = x.mean.shape[1:]
+    size = 0.75 + 0.17 * max(k, 8)
+    fig, axes = plt.subplots(2, 3, figsize=(13, 2 * (size + 0.9)), layout="constrained",
+                             width_ratios=(1, 1, 1.15))
+    strongest, widest = float(x.mean.abs().max()), float(x.std.max()) or 1.0
+    for b, name in enumerate(("keys", "values")):
+        for ax, values, colours, low, high, title in (
+                (axes[b, 0], x.mean[b], "RdBu_r", -strongest, strongest, "mean weight"),
+                (axes[b, 1], x.std[b], "cividis", 0, widest,
+                 "spread over tokens (%: of the mean)")):
+            image = ax.imshow(values, cmap=colours, vmin=low, vmax=high, aspect="auto",
+                              origin="lower")
+            ax.set(title=f"{name}: {title}", xlabel="source: state that enters layer",
+                   ylabel="channel")
+            ax.set_xticks(*every(L))
+            ax.set_yticks(*every(k))
+            ax.grid(visible=False)
+            fig.colorbar(image, ax=ax, pad=0.12 if ax is axes[b, 1] else 0.03, fraction=0.06)
+        for j, share in enumerate(x.dependence[b].tolist()):
+            axes[b, 1].text(L - 0.35, j, f"{100 * share:.0f}%", va="center", fontsize=7.5)
+        draw_fibres(axes[b, 2], x.alpha[b], n_layer, c.fibres)
+        axes[b, 2].set_title(f"{name}: a fibre is a weight of one of {c.fibres} tokens")
+    save(fig, c.output)
+
+
+def every(n: int) -> tuple[list[int], list[str]]:
+    """Ticks for n things, at most about ten of them."""
+    step = -(-n // 10)
+    return list(range(0, n, step)), [str(i) for i in range(0, n, step)]
+
+
+def fibres_of(alpha: Tensor, n_layer: int, n_fibres: int) -> list[tuple[int, int, float, float]]:
+    """(source, reading layer, weight, place -1..1 in the bundle) of evenly spread tokens, from
+    alpha (N, k, L), the weak ones first; weights below a twentieth of the strongest are left out.
+    """
+    N, k, L = alpha.shape
+    tokens = alpha[torch.linspace(0, N - 1, min(n_fibres, N)).round().long()]
+    weakest = float(tokens.abs().max()) / 20
+    places = np.linspace(-1, 1, len(tokens)) if len(tokens) > 1 else np.zeros(1)
+    fibres = [(source, layer, float(a[layer % k, source]), place)
+              for a, place in zip(tokens, places) for layer in range(n_layer)
+              for source in range(L) if abs(a[layer % k, source]) > weakest]
+    return sorted(fibres, key=lambda f: abs(f[2]))
+
+
+def draw_fibres(ax, alpha: Tensor, n_layer: int, n_fibres: int):
+    """From the layers of past tokens, on the left, to the layers that read them."""
+    from matplotlib.collections import LineCollection
+
+    fibres = fibres_of(alpha, n_layer, n_fibres)
+    strongest = max((abs(f[2]) for f in fibres), default=1.0)
+    faint = min(1.0, (2000 / max(len(fibres), 1)) ** 0.5)  # where there are many
+    t = np.linspace(0, 1, 40)
+    bend = t * t * (3 - 2 * t)
+    lines, widths, colours = [], [], []
+    for source, layer, weight, place in fibres:
+        start, end = source + 0.3 * place, layer + 0.3 * place
+        strength = abs(weight) / strongest
+        lines.append(np.stack([t, start + (end - start) * bend], 1))
+        widths.append(0.3 + 1.2 * strength)
+        colour = FEEDBACK if source > layer else FORWARD
+        colours.append((*colour, faint * (0.04 + 0.5 * strength**1.5)))
+    ax.add_collection(LineCollection(lines, linewidths=widths, colors=colours))
+    top = max(n_layer, alpha.size(-1))
+    for at, n, side in ((-0.02, alpha.size(-1), "right"), (1.02, n_layer, "left")):
+        for i in every(n)[0]:
+            ax.text(at, i, f"{i}", ha=side, va="center", fontsize=8)
+    below = -0.6 - 0.06 * top
+    ax.text(0, below, "source above the reader: feedback", color=FEEDBACK, fontsize=8)
+    ax.text(1, below, "at or below it", color=FORWARD, ha="right", fontsize=8)
+    ax.text(-0.12, (top - 1) / 2, "past token, source", rotation=90, va="center", ha="center")
+    ax.text(1.12, (top - 1) / 2, "reading layer", rotation=90, va="center", ha="center")
+    ax.set(xlim=(-0.15, 1.15), ylim=(below - 0.1, top - 0.4))
+    ax.axis("off")
+
+
 # ---- the command line
 
-PICTURES = {"connections": (connections, ConnectionsConfig), "curves": (curves, CurvesConfig)}
+PICTURES = {"connections": (connections, ConnectionsConfig), "curves": (curves, CurvesConfig),
+            "convergence": (convergence, ConvergenceConfig),
+            "connectome": (connectome, ConnectomeConfig)}
 
 
 def main(argv: list[str]):
