@@ -272,15 +272,16 @@ def test_case_13_any_number_of_spawned_processes_gives_the_same_bytes(tmp_path):
     assert one == two
 
 
-class Dying(prepare_data.Tokenizer):
-    """Takes its process along."""
+class Exit:
+    """Ends the process that unpickles it."""
 
-    def encode_array(self, text):
-        os._exit(9)
+    def __reduce__(self):
+        return os._exit, (9,)
 
 
 def test_a_worker_that_dies_ends_the_run_with_a_message(tmp_path):
-    tokenizer = Dying("dying", get_tokenizer("bytes").encoding)
+    tokenizer = get_tokenizer("bytes")
+    tokenizer.encoding = Exit()
     config = prepare_data.PrepareConfig(processes=2)
     with pytest.raises(UserError, match="worker process has died.*--processes=2"):
         prepare_data.prepare([["text"]], tokenizer, str(tmp_path / "out"), config)
