@@ -233,7 +233,7 @@ def save_checkpoint(path: Path, state: dict):
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into the latter
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or "an incomplete write; is the disk full?"
         raise UserError(f"{path}: cannot be written ({reason}); an earlier checkpoint there is "
                         "as it was") from error
     finally:

@@ -1,6 +1,7 @@
 """Training: what a step is, however it is split; what survives a kill; what is refused."""
 
 import csv
+import errno
 import json
 import os
 import signal
@@ -174,7 +175,7 @@ def test_case_22_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch)
 
     def broken(state, f):
         f.write(b"x" * 100)
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(torch, "save", broken)
     with pytest.raises(UserError, match="no space.*earlier checkpoint"):

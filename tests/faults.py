@@ -1,0 +1,177 @@
+"""
+Break training on purpose, and see that the next start resumes or says what is wrong.
+
+    python tests/faults.py            # about four minutes; not part of pytest
+
+SIGKILL at random moments of a run that saves after every step; a disk that is full (a limit on
+the size of files); truncated data; a corrupted checkpoint; one of two ranks killed. Ends with
+status 1 if something was lost beyond the steps since the last checkpoint.
+"""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parent.parent
+STEPS, KILLS = 400, 20
+SETTINGS = dict(n_layer=2, n_embd=32, n_head=2, n_kv_head=1, head_dim=16, n_hidden=64,
+                n_channels=2, router_stride=1, n_groups=4, block_size=32, batch_size=2,
+                max_iters=STEPS, gradient_accumulation_steps=2, eval_iters=0, eval_interval=1,
+                log_interval=1, dataset="random", device="cpu", dtype="float32", compile="false")
+failures = []
+
+
+def expect(ok: bool, what: str):
+    print(f"  {'ok  ' if ok else 'FAIL'} {what}", flush=True)
+    if not ok:
+        failures.append(what)
+
+
+def make_data(folder: Path):
+    data = folder / "data/random"
+    data.mkdir(parents=True)
+    for split in ("train", "val"):
+        np.random.default_rng(0).integers(0, 257, 20000).astype("<u2").tofile(data / f"{split}.bin")
+    (data / "meta.json").write_text(json.dumps(
+        {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256, "dtype": "uint16",
+         "tokens": {"train": 20000, "val": 20000, "test": 0}}))
+
+
+def start(folder: Path, processes: int = 1, limit: int | None = None, **changes):
+    """train.py as a process of its own; `limit` bytes are the largest file that it may write."""
+    command = [sys.executable, str(ROOT / "train.py")]
+    if processes > 1:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   f"--nproc_per_node={processes}", str(ROOT / "train.py")]
+
+    def before():
+        if limit is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write then fails with EFBIG
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.Popen(
+        command + [f"--{k}={v}" for k, v in (SETTINGS | changes).items()], cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=before,  # noqa: PLW1509
+        env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def finish(process, seconds: int = 120) -> tuple[int, str, str]:
+    out, error = process.communicate(timeout=seconds)
+    return process.returncode, out, error
+
+
+def step_of(path: Path) -> int:
+    return torch.load(path, weights_only=True)["step"] if path.exists() else 0
+
+
+def weights(path: Path) -> dict:
+    return torch.load(path, weights_only=True)["model"]
+
+
+def first_step(process) -> None:
+    for line in process.stdout:
+        if line.startswith("step "):
+            return
+
+
+def killed(folder: Path, rng: random.Random):
+    print(f"{KILLS} times SIGKILL at a random moment of a run of {STEPS} steps")
+    code, out, error = finish(start(folder, out_dir="whole"))
+    expect(code == 0, f"the uninterrupted run ends {error[-300:]}")
+    resumed, path = 0, folder / "killed/ckpt.pt"
+    for _ in range(KILLS):
+        how = "resume" if path.exists() else "scratch"
+        before = step_of(path)
+        process = start(folder, out_dir="killed", init_from=how)
+        first_step(process)
+        time.sleep(rng.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        code, out, error = finish(process)
+        resumed += code == -signal.SIGKILL and step_of(path) >= before
+    code, out, error = finish(start(folder, out_dir="killed", init_from="resume"))
+    expect(resumed == KILLS, f"{resumed} of {KILLS} left a checkpoint that resumes")
+    expect(code == 0 and step_of(path) == STEPS, f"the last start ends at step {STEPS}")
+    a, b = weights(folder / "whole/ckpt.pt"), weights(path)
+    expect(all(torch.equal(a[k], b[k]) for k in a), "its weights are the uninterrupted run's")
+    logs = [(folder / name / "log.csv").read_text().splitlines()[-1].split(",")[:2]
+            for name in ("whole", "killed")]
+    expect(logs[0] == logs[1], f"and so is its last loss: {logs}")
+
+
+def full_disk(folder: Path):
+    print("a disk that is full when a checkpoint is written")
+    finish(start(folder, out_dir="full", max_iters=5))
+    path = folder / "full/ckpt.pt"
+    before = path.read_bytes()
+    how = dict(out_dir="full", init_from="resume", max_iters=10)
+    code, out, error = finish(start(folder, limit=len(before) // 2, **how))
+    expect(code == 1 and "ckpt.pt: cannot be written" in error, f"says so: {error.strip()[-200:]}")
+    expect(path.read_bytes() == before, "the checkpoint is as it was")
+    expect(not list(path.parent.glob("*.tmp")), "no half-written file is left")
+    code, out, error = finish(start(folder, **how))
+    expect(code == 0 and step_of(path) == 10, "with room again, the run goes on")
+
+
+def damaged(folder: Path):
+    print("damaged files")
+    finish(start(folder, out_dir="damaged", max_iters=5))
+    how = dict(out_dir="damaged", init_from="resume", max_iters=10)
+    path, data = folder / "damaged/ckpt.pt", folder / "data/random/train.bin"
+    good, tokens = path.read_bytes(), data.read_bytes()
+    for name, bad in (("half of it", good[:len(good) // 2]), ("nothing", b""),
+                      ("noise", os.urandom(len(good)))):
+        path.write_bytes(bad)
+        code, out, error = finish(start(folder, **how))
+        expect(code == 1 and "ckpt.pt" in error and "damaged" in error,
+               f"checkpoint with {name}: {error.strip()[-120:]}")
+    path.write_bytes(good)
+    data.write_bytes(tokens[:-1000])
+    code, out, error = finish(start(folder, **how))
+    expect(code == 1 and "19500 tokens" in error, f"data cut off: {error.strip()[-120:]}")
+    data.write_bytes(tokens)
+    code, out, error = finish(start(folder, **how))
+    expect(code == 0 and step_of(path) == 10, "mended, the run goes on")
+
+
+def lost_rank(folder: Path):
+    print("one of two ranks killed")
+    process = start(folder, 2, out_dir="ranks")
+    first_step(process)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], check=True, capture_output=True,
+                              text=True).stdout.split()
+    began = time.time()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    code, out, error = finish(process)
+    expect(code != 0 and time.time() - began < 60, "the other one ends too, within a minute")
+    step = step_of(folder / "ranks/ckpt.pt")
+    expect(step >= 1, f"there is a checkpoint, of step {step}")
+    code, out, error = finish(start(folder, out_dir="ranks", init_from="resume"))
+    expect(code == 0 and step_of(folder / "ranks/ckpt.pt") == STEPS,
+           "one process alone resumes what two began")
+
+
+def main():
+    rng = random.Random(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_data(folder)
+        killed(folder, rng)
+        full_disk(folder)
+        damaged(folder)
+        lost_rank(folder)
+    print(f"{len(failures)} failures" if failures else "all as it should be")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()
