@@ -439,3 +439,94 @@ def refused_by_the_command(folder, *argv, names):
     assert result.returncode == 1 and result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert names in result.stderr
+
+
+# ---- contexts of 8,192 tokens and more
+
+
+@torch.no_grad()
+def test_static_steps_after_8200_tokens():
+    """A cache of fixed size against the computation of the whole row, in pieces of 512 tokens."""
+    model = small_model(kv="vanilla", n_layer=1, n_head=2)
+    model.config.eos_id = None
+    T, n = 8200, 3
+    idx = random_tokens(1, T)
+    rows, whole, final = model.rows(idx), model.new_cache(1, T, like=model.embed), []
+    for i in range(0, T, 512):
+        at = rows.at(slice(i, min(i + 512, T)))
+        final.append(model.states(model.embed_tokens(idx[:, at.columns]), at, whole)[-1])
+    full = model.logits(torch.cat(final, 1)[0, -n:])
+    cache = model.new_cache(1, T + 800, like=model.embed)
+    cache.put(slice(0, T - n), whole.k[:, :, :T - n], whole.v[:, :, :T - n])
+    assert (decoded(model, cache, idx[0, -n:], T - n, n, static=True) - full).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@torch.no_grad()
+def test_static_steps_equal_those_on_a_view_after_8200_tokens(k):
+    model = small_model(n_channels=k)
+    caches = [model.new_cache(1, 9000, like=model.embed) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(2, k, 1, 8200, 2, 6, generator=generator, dtype=torch.float64)
+    ids = random_tokens(1, 3)[0]
+    mine, theirs = (decoded(model, cache, ids, 8200, 3, static, kv)
+                    for cache, static in zip(caches, (True, False)))
+    assert (mine - theirs).abs().max() < 1e-10
+
+
+def decoded(model, cache, ids, context, n, static, kv=None):
+    """Logits (n, V) after each of the ids, of a cache that holds `context` tokens."""
+    if kv is not None:
+        cache.put(slice(0, context), *kv)
+    logits = []
+
+    def forced(x, i):
+        logits.append(x)
+        return ids[i.clamp(max=n - 1)]
+
+    index, start = torch.tensor([context]), torch.tensor([0])
+    decoding = sample.Decoding(model, model.embed_tokens(ids[:1]), cache, index, start, forced,
+                               context, static)
+    list(decoding.tokens(n + 1))
+    return torch.cat(logits[1:])
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("B", [1, 5, 200])
+@pytest.mark.parametrize("system", [dict(kv="vanilla"), dict(n_channels=4), dict(n_channels=2)],
+                         ids=str)
+@torch.no_grad()
+def test_graph_equals_eager(system, B):
+    """The same ids, greedy and drawn; and no step waits for the host."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=512, eos_id=3, n_layer=4, n_embd=128, n_head=4, n_kv_head=2,
+                 head_dim=48, n_hidden=256)
+    model = sample.ready(build(ModelConfig(**sizes, **system)).cuda(), torch.bfloat16)
+    prompts = [torch.randint(512, (n,)).tolist() for n in torch.randint(1, 60, (B,)).tolist()]
+    for temperature in (0.0, 1.0):
+        graph, eager = (list(sample.generate(model, prompts, 20, temperature, graph=g))
+                        for g in (True, False))
+        assert graph == eager
+    choice = sample.Choice(sample.draws(0, 9, B).cuda(), 1.0, 50, 0.9, 500)
+    decoding, _ = sample.begin(model, prompts, 9, choice)
+    decoding.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decoding.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_damaged_weights_in_a_graph():
+    model = sample.ready(build(ModelConfig(**TINY)).cuda(), torch.bfloat16)
+    steps = sample.generate(model, [[1, 2]], 9, 1.0)
+    next(steps)
+    model.embed.compute[:, 0] = torch.nan
+    with pytest.raises(UserError, match="non-finite logits"):
+        list(steps)
