@@ -16,26 +16,33 @@ Dimensions: B rows, T tokens, L layers, D width, d head size, k channels, g grou
 
 from __future__ import annotations
 
-import copy
-import gc
-import json
 import re
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import train
 from configurator import UserError, key, parse, run
-from flops import MODES, count_flops, flops_per_token, peak_flops, pool_flops
+from convergence import prefill_command, random_model
+from flops import MODES, count_flops, flops_per_token, peak_flops
 from model import Decoder, ModelConfig, set_compute_copies
 from pool import build
-from sample import Choice, Decoding, draws, fast_steps, move_on, prefill, ready, record
-from solvers import cyclic, interleave
+from sample import Choice, Decoding, draws, ready
+from timing import (
+    check,
+    empty,
+    environment,
+    gib,
+    machine,
+    measure,
+    percent,
+    synchronise,
+    whole_number,
+    write_json,
+)
 
 # ---- flops
 
@@ -138,15 +145,6 @@ class SystemsConfig:
             except ValueError as error:
                 raise UserError(f"systems={self.systems}, {name}: {error}") from None
         return models
-
-
-def random_model(config: ModelConfig, device: str, seed: int) -> Decoder:
-    torch.manual_seed(seed)
-    model = build(config).to(device)
-    if model.iterates:  # at 0, the mixture would be fixed
-        for branch in (model.kv_pool.key, model.kv_pool.value):
-            torch.nn.init.normal_(branch.router, std=0.02)
-    return model
 
 
 # ---- train: a micro-step, the optimizers, the loss
@@ -390,406 +388,6 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
     return r | {"first_seconds": first_seconds, "seconds_per_step": seconds,
                 "cache_bytes": per_token * B * c.context * model.n_channels,
                 "bytes_per_second": per_token * B * c.context * config.n_layer / seconds}
-
-
-# ---- prefill: passes and time of every schedule (section "Prefill convergence and runtime")
-
-CLOSE = 0.01  # perplexity counts as converged within 1 % of the exact one
-RESIDUALS_OF = (1, 4, 8, 16)  # groups, in the table of residuals
-
-
-@dataclass
-class PrefillConfig:
-    """What `bench.py prefill` takes."""
-
-    out_dir: str | None = key(None, "folder with ckpt.pt; None: a random model")
-    random: str = key("tiny", "the random model: tiny (config/tiny.py), or paper (4 layers, D 512)")
-    schedules: str | None = key(None, "time these only, without perplexities: names like "
-                                "jacobi:75,cyclic16:4,autoregressive, with groups and passes")
-    block_size: int | None = key(None, "T, tokens per row; None: the model's (paper: 2048)")
-    rows: int = key(16, "held-out rows that the perplexity is taken on")
-    batch_size: int | None = key(None, "rows at a time; None: 8 (paper: 64)")
-    max_passes: int = key(128, "give up on a schedule after so many (never more than T)")
-    trials: int = key(30, "timed runs of each schedule; 10 at most of the autoregressive one")
-    warmups: int = key(5, "runs before them; 1 at most of the autoregressive one")
-    device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
-    dtype: str = key("auto", "of the timed runs: auto (bfloat16 on cuda), float32 or bfloat16")
-    compile: bool | None = key(None, "torch.compile small pieces; None: of given schedules on cuda")
-    graph: bool = key(True, "on cuda: a CUDA graph of the whole prefill, or of a token's step")
-    seed: int = key(1337, "of the random model and tokens")
-    json: str | None = key(None, "write the results to this file (-: to stdout)")
-
-
-# section "Prefill convergence and runtime": sizes, and on an RTX A6000 seconds a sequence
-PAPER_MODEL = ModelConfig(n_layer=4, n_channels=4)
-PAPER_T, PAPER_BATCH = 2048, 64
-PAPER_SECONDS = {"jacobi": 0.1393, "autoregressive": 0.1729, "cyclic16": 0.01245}
-
-
-def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
-    """A float32 model, and held-out tokens and targets (rows, T) for it."""
-    if c.out_dir is None:
-        config, T = PAPER_MODEL, PAPER_T
-        if c.random == "tiny":
-            settings = parse(train.TrainConfig(), [str(Path(__file__).parent / "config/tiny.py")],
-                             "")
-            config = train.model_config(settings, {"vocab_size": 257, "eos_id": 256})
-            T = settings.block_size
-        model = random_model(config, device, c.seed)
-        xy = torch.randint(config.vocab_size - 64, (c.rows, (c.block_size or T) + 1)).to(device)
-        return model.eval(), xy[:, :-1], xy[:, 1:]
-    model, checkpoint = train.load_model(c.out_dir, device)
-    if not model.iterates:
-        raise UserError(f"{c.out_dir}: kv={model.config.kv} is exact in one pass, there is no "
-                        "schedule to compare")
-    folder, meta = train.load_meta(checkpoint["config"]["dataset"])
-    if meta["tokenizer"] != checkpoint["meta"]["tokenizer"]:
-        raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {c.out_dir} was trained on "
-                        f"{checkpoint['meta']['tokenizer']}")
-    rows = train.TokenRows(folder / "val.bin", meta,
-                           c.block_size or checkpoint["config"]["block_size"], None)
-    return model, *rows.batch(0, min(c.rows, rows.n_rows), device)
-
-
-class PassLosses:
-    """Watches `model.states` during a cyclic solve and takes the loss after every pass."""
-
-    def __init__(self, model: Decoder, targets: Tensor, n_groups: int):
-        self.model, self.targets = model, targets
-        self.n_groups = min(n_groups, targets.size(1))
-        self.states, self.parts, self.losses = model.states, [], []
-
-    def __enter__(self) -> PassLosses:
-        self.model.states = self
-        return self
-
-    def __exit__(self, *_):
-        del self.model.states  # back to the method
-
-    def __call__(self, *args) -> list[Tensor]:
-        h = self.states(*args)
-        self.parts.append(h[-1])
-        if len(self.parts) == self.n_groups:
-            self.losses.append(self.model.loss(interleave(self.parts, dim=1), self.targets))
-            self.parts = []
-        return h
-
-
-def perplexities(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
-                 passes: int) -> list[float]:
-    """Perplexity of targets y (rows, T) after each of `passes` cyclic passes over tokens x."""
-    total = torch.zeros(passes, dtype=torch.float64)
-    for xb, yb in zip(x.split(batch_size), y.split(batch_size)):
-        with PassLosses(model, yb, n_groups) as watch:
-            cyclic(model, xb, n_groups, passes, 0, keep_cache=False, measure=False)
-        total += torch.stack(watch.losses).double().cpu() * yb.numel()
-    return (total / y.numel()).exp().tolist()
-
-
-def passes_needed(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
-                  max_passes: int, exact: float) -> tuple[int | None, list[float]]:
-    """Smallest number of passes within 1 % of the exact perplexity (None: more than
-    max_passes), and the perplexity after each pass up to it."""
-    n = min(4, max_passes)
-    while True:
-        ppl = perplexities(model, x, y, batch_size, n_groups, n)
-        for t, p in enumerate(ppl):
-            if abs(p / exact - 1) <= CLOSE:
-                return t + 1, ppl[:t + 1]
-        if n == max_passes:
-            return None, ppl
-        n = min(2 * n, max_passes)  # from the start again: the sum stays below four times n
-
-
-@dataclass
-class Schedule:
-    """A way to prefill; `passes` None: as many as it needs."""
-
-    solver: str
-    n_groups: int
-    passes: int | None
-
-    @classmethod
-    def parse(cls, text: str, T: int) -> Schedule:
-        match = re.fullmatch("(jacobi|cyclic([0-9]+)):([0-9]+)|(autoregressive)", text)
-        if not match or "0" in match.groups():
-            raise UserError(f"schedules: {text!r} is none of jacobi:PASSES, cyclicGROUPS:PASSES "
-                            "and autoregressive")
-        if match[4]:
-            return cls("autoregressive", T, 1)
-        return cls("cyclic" if match[2] else "jacobi", int(match[2] or 1), int(match[3]))
-
-    @property
-    def name(self) -> str:
-        return f"cyclic{self.n_groups}" if self.solver == "cyclic" else self.solver
-
-    def flops(self, config: ModelConfig, T: int) -> float:
-        """FLOP per token without the head; token by token, as decoding, on T / 2 keys."""
-        total = flops_per_token(config, T, "prefill", passes=self.passes)
-        return total - (self.solver == "autoregressive") * pool_flops(config)
-
-
-@torch.no_grad()
-def prefill_command(argv: list[str]):
-    """Passes and time of Jacobi, cyclic and autoregressive prefill."""
-    c = parse(PrefillConfig(), argv, "python bench.py prefill: passes and time of every schedule "
-              "to within 1 % of the exact perplexity,\nor time of the given schedules")
-    check(c, "block_size", "rows", "batch_size", "max_passes", "trials", "warmups")
-    if c.random not in ("tiny", "paper"):
-        raise UserError(f"random={c.random}: choose tiny or paper")
-    if c.batch_size is None:
-        c.batch_size = PAPER_BATCH if c.out_dir is None and c.random == "paper" else 8
-    device = train.pick_device(c.device)
-    dtype, on_cuda = train.pick_dtype(c.dtype, device), device.startswith("cuda")
-    compiled = bool(on_cuda and c.schedules) if c.compile is None else c.compile
-    if compiled:
-        train.compile_pieces()
-    model, x, y = load(c, device)
-    T = x.size(1)
-    given = c.schedules and [Schedule.parse(text, T) for text in c.schedules.split(",")]
-    what = "times only" if given else f"perplexity of {len(x)} rows in float32"
-    print(f"{c.out_dir or 'random weights and tokens'}: L={model.config.n_layer}, "
-          f"D={model.config.n_embd}, k={model.config.n_channels}, T={T}; {what}\n"
-          f"times: {machine(device, dtype)}, batch {c.batch_size}, "
-          f"{'' if compiled else 'not '}compiled, "
-          f"{'CUDA graph' if on_cuda and c.graph else 'eager'}\n")
-    batch = x[torch.arange(c.batch_size, device=device) % len(x)]
-    timed = Timer(c, ready(copy.deepcopy(model), dtype), batch, device)
-    results = {"command": "prefill", "settings": asdict(c), "compiled": compiled,
-               "cuda_graph": on_cuda and c.graph, **environment(device, dtype),
-               "model": asdict(model.config), "block_size": T, "rows": len(x),
-               "batch_size": len(batch)}
-    if given:
-        results["schedules"] = time_schedules(given, timed, model.config, T)
-    else:
-        results |= study(c, model, x, y, timed)
-    write_json(c.json, results)
-
-
-def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, timed: Timer) -> dict:
-    """Passes, perplexities, times and residuals of groups from 1 to T."""
-    T = x.size(1)
-    exact = perplexities(model, x, y, c.batch_size, T, 1)[0]
-    schedules, limit = [], min(c.max_passes, T)
-    print("     g  passes  perplexity  off by   s/sequence     tokens/s")
-    for g in [2 ** i for i in range(7) if 2 ** i < T] + [T]:
-        n, ppl = (1, [exact]) if g == T else passes_needed(model, x, y, c.batch_size, g, limit,
-                                                           exact)
-        solver = {1: "jacobi", T: "autoregressive"}.get(g, "cyclic")
-        result = {"g": g, "solver": solver, "passes": n, "perplexities": ppl}
-        if n is not None:
-            result |= timed(Schedule(solver, g, n))
-        schedules.append(result)
-        print(schedule_line(result, exact, limit), flush=True)
-    table = residuals(model, x[:c.batch_size], [g for g in RESIDUALS_OF if g < T],
-                      min(10, c.max_passes))
-    return {"exact_perplexity": exact, "schedules": schedules, "residuals": table}
-
-
-def time_schedules(schedules: list[Schedule], timed: Timer, config: ModelConfig,
-                   T: int) -> list[dict]:
-    """Times of given schedules, and what each takes of the last cyclic one."""
-    rows = []
-    for s in schedules:
-        flops = s.flops(config, T)
-        rows.append({"schedule": s.name, **asdict(s), "flops_per_token": flops, **timed(s)})
-    base = next((r for r in reversed(rows) if r["solver"] == "cyclic"), rows[-1])
-    print(f"{'':15s} {'passes':>6s} {'GFLOP/token':>11s} {'ms/sequence':>11s} {'tokens/s':>10s} "
-          f"{'first s':>8s} {'x':>6s} {'paper':>6s}   (x: over {base['schedule']})")
-    for r in rows:
-        r["ratio"] = r["seconds_per_sequence"] / base["seconds_per_sequence"]
-        paper = [PAPER_SECONDS.get(name) for name in (r["schedule"], base["schedule"])]
-        r["paper_ratio"] = paper[0] / paper[1] if all(paper) else None
-        printed = f"{r['paper_ratio']:6.1f}" if r["paper_ratio"] else f"{'-':>6s}"
-        print(f"{r['schedule']:15s} {r['passes']:6d} {r['flops_per_token'] / 1e9:11.3f} "
-              f"{1e3 * r['seconds_per_sequence']:11.3f} {r['tokens_per_second']:10,.0f} "
-              f"{r['first_seconds']:8.1f} {r['ratio']:6.2f} {printed}")
-    return rows
-
-
-def schedule_line(r: dict, exact: float, limit: int) -> str:
-    """A row of the first table."""
-    name = {"jacobi": "Jacobi", "autoregressive": "token by token"}.get(r["solver"], "")
-    ppl = r["perplexities"][-1]
-    passes = r["passes"] or f">{limit}"
-    head = f"{r['g']:6d}  {passes:>6}  {ppl:10.3f}  {ppl / exact - 1:+6.2%}"
-    if r["passes"] is None:
-        return f"{head}   {'-':>10s}   {'-':>10s}  {name}"
-    return (f"{head}   {r['seconds_per_sequence']:10.5f}   {r['tokens_per_second']:10,.0f}  "
-            f"{name}".rstrip())
-
-
-def residuals(model: Decoder, x: Tensor, groups: list[int], passes: int) -> dict[int, list[float]]:
-    """Relative change of the states in each pass, by number of groups; printed as a table."""
-    table = {g: cyclic(model, x, g, passes, 0, keep_cache=False).report.residuals for g in groups}
-    if table:
-        print("\nrelative residual\n  pass" + "".join(f"{f'g={g}':>10s}" for g in table))
-    for t, row in enumerate(zip(*table.values())):
-        print(f"{t + 1:6d}" + "".join(f"{r:10.1e}" for r in row))
-    return table
-
-
-# ---- time
-
-@dataclass
-class Timer:
-    """Times schedules on a batch of tokens (B, T)."""
-
-    c: PrefillConfig
-    model: Decoder
-    idx: Tensor
-    device: str
-
-    def __call__(self, s: Schedule) -> dict:
-        c, graph = self.c, self.device.startswith("cuda") and self.c.graph
-        few = (1, 10) if s.solver == "autoregressive" else (c.warmups, c.trials)
-        empty(self.device)
-        began = time.perf_counter()
-        run_once = Prefill(self.model, self.idx, s, graph)
-        synchronise(self.device)
-        first_seconds = time.perf_counter() - began
-        r = measure(run_once, self.device, min(c.warmups, few[0]), min(c.trials, few[1]),
-                    self.idx.numel())
-        return r | {"first_seconds": first_seconds,
-                    "seconds_per_sequence": r["median_seconds"] / len(self.idx)}
-
-
-class Prefill:
-    """A prefill of a batch, to be called again and again; a CUDA graph, if it is to be one.
-
-    Token by token, the graph is that of a decoding step on a cache of fixed size.
-    """
-
-    def __init__(self, model: Decoder, idx: Tensor, schedule: Schedule, graph: bool):
-        self.model, self.idx, self.schedule, self.graph = model, idx, schedule, None
-        self.steps = 1
-        if graph and schedule.solver == "autoregressive":
-            self.prepare_steps()
-            self.graph = record(self.step, self.rewind)
-        elif graph:
-            self.graph = record(self.run)
-
-    def run(self):
-        s = self.schedule
-        prefill(self.model, self.idx, s.solver, s.passes, s.n_groups)
-
-    def prepare_steps(self):
-        B, self.steps = self.idx.shape
-        self.column = self.idx.new_zeros(1)
-        self.index, self.start = self.idx.new_zeros(B), self.idx.new_zeros(B)
-        like = self.model.embed_tokens(self.idx[:, 0])
-        self.cache = self.model.new_cache(B, self.steps, like=like)
-        self.fast = fast_steps(self.model, self.cache, like)
-
-    def step(self):
-        token = self.idx.index_select(1, self.column)[:, 0]
-        move_on(self.model, self.cache, self.fast, token, self.index, self.start, self.column)
-
-    def rewind(self):
-        if self.steps > 1:
-            for t in (self.column, self.index, self.start):
-                t.zero_()
-
-    def __call__(self):
-        if self.graph is None:
-            return self.run()
-        self.rewind()
-        for _ in range(self.steps):
-            self.graph.replay()
-
-
-def synchronise(device: str):
-    """Wait until the device has done all that it was given."""
-    kind = torch.device(device).type
-    if kind != "cpu":
-        getattr(torch, kind).synchronize()
-
-
-def measure(run_once: Callable, device: str, warmups: int, trials: int, n_tokens: int) -> dict:
-    """Seconds of warm-up and of each trial, their median, and n_tokens over it."""
-    began = time.perf_counter()
-    for _ in range(warmups):
-        run_once()
-    synchronise(device)
-    warmup_seconds = time.perf_counter() - began
-    seconds = []
-    for _ in range(trials):
-        synchronise(device)
-        began = time.perf_counter()
-        run_once()
-        synchronise(device)
-        seconds.append(time.perf_counter() - began)
-    median = statistics.median(seconds)
-    return {"warmups": warmups, "warmup_seconds": warmup_seconds, "trials": trials,
-            "trial_seconds": seconds, "median_seconds": median,
-            "tokens_per_second": n_tokens / median}
-
-
-def empty(device: str) -> int:
-    """Give back all memory that nothing uses, and count its peak anew; bytes still in use."""
-    gc.collect()
-    if not device.startswith("cuda"):
-        return 0
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
-def environment(device: str, dtype: torch.dtype) -> dict:
-    """What times depend on, for the JSON file."""
-    return {"device": device_name(device), "dtype": str(dtype).removeprefix("torch."),
-            "torch": torch.__version__, "threads": torch.get_num_threads()}
-
-
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-
-
-def machine(device: str, dtype: torch.dtype) -> str:
-    """What the times were taken with, in words."""
-    threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
-    return (f"{device_name(device)}{threads}, torch {torch.__version__}, "
-            f"{str(dtype).removeprefix('torch.')}")
-
-
-# ---- shared by the commands
-
-def check(c, *at_least_one: str):
-    """Raise UserError for numbers below 1, and for a file that cannot be written in the end."""
-    for name in at_least_one:
-        value = getattr(c, name)
-        if value is not None and value < 1:
-            raise UserError(f"{name}={value}: at least 1 is needed")
-    if c.json not in (None, "-") and not Path(c.json).absolute().parent.is_dir():
-        raise UserError(f"json={c.json}: there is no such folder")
-
-
-def whole_number(setting: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise UserError(f"{setting}: {text!r} is no number of at least 1")
-    return int(text)
-
-
-def percent(x: float | None) -> str:
-    return f"{'n/a':>6s}" if x is None else f"{100 * x:5.1f}%"
-
-
-def gib(x: int | None) -> str:
-    return f"{'n/a':>6s}" if x is None else f"{x / 2**30:6.2f}"
-
-
-def write_json(path: str | None, results: dict):
-    """To a file, to stdout (-) or nowhere (None)."""
-    if path is None:
-        return
-    text = json.dumps(results)
-    if path == "-":
-        print(text)
-        return
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"json={path}: cannot write there ({error.strerror})") from None
 
 
 COMMANDS = {"flops": flops_command, "train": train_command, "decode": decode_command,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bench
+import convergence
 import flops
 from bench import PAPER
 from configurator import UserError, run
@@ -141,9 +142,9 @@ def test_perplexity_per_pass_is_that_of_separate_solves():
     x = torch.randint(64, (3, 10))
     y = x.roll(-1, 1)
     with torch.no_grad():
-        ours = bench.perplexities(model, x, y, batch_size=2, n_groups=4, passes=3)
+        ours = convergence.perplexities(model, x, y, batch_size=2, n_groups=4, passes=3)
         for n, ppl in enumerate(ours, 1):
-            final = bench.cyclic(model, x, 4, n, 0).final
+            final = convergence.cyclic(model, x, 4, n, 0).final
             assert ppl == pytest.approx(model.loss(final, y).exp().item(), rel=1e-12)
     assert "states" not in vars(model)
 
@@ -153,9 +154,10 @@ def test_passes_that_do_not_suffice():
     model = build(ModelConfig(**TINY))
     x = torch.randint(64, (1, 8))
     with torch.no_grad():
-        n, ppl = bench.passes_needed(model, x, x, 1, 1, 5, exact=1e9)
+        n, ppl = convergence.passes_needed(model, x, x, 1, 1, 5, exact=1e9)
     assert n is None and len(ppl) == 5
-    row = bench.schedule_line({"g": 1, "solver": "jacobi", "passes": n, "perplexities": ppl}, 1., 5)
+    result = {"g": 1, "solver": "jacobi", "passes": n, "perplexities": ppl}
+    row = convergence.schedule_line(result, 1., 5)
     assert ">5" in row
 
 
@@ -181,7 +183,7 @@ def test_given_schedules(tmp_path, capsys):
 @pytest.mark.parametrize("text, passes, groups", (
     ("jacobi:75", 75, 1), ("cyclic16:4", 4, 16), ("autoregressive", 1, 99)))
 def test_schedules_by_name(text, passes, groups):
-    s = bench.Schedule.parse(text, 99)
+    s = convergence.Schedule.parse(text, 99)
     assert (s.passes, s.n_groups) == (passes, groups) and s.name == text.split(":")[0]
 
 
@@ -192,7 +194,7 @@ def test_timed_prefill_by_steps_is_the_real_one(solver):
     torch.manual_seed(0)
     model = build(ModelConfig(**TINY, eos_id=0)).double()
     idx = torch.randint(64, (3, 9)) * (torch.rand(3, 9) > 0.2)
-    run_once = bench.Prefill(model, idx, bench.Schedule(solver, 3, 2), graph=False)
+    run_once = convergence.Prefill(model, idx, convergence.Schedule(solver, 3, 2), graph=False)
     run_once()
     if solver == "autoregressive":
         run_once.prepare_steps()
@@ -200,7 +202,7 @@ def test_timed_prefill_by_steps_is_the_real_one(solver):
             run_once.rewind()
             for _ in range(9):
                 run_once.step()
-        exact = bench.prefill(model, idx, "autoregressive").cache
+        exact = convergence.prefill(model, idx, "autoregressive").cache
         for mine, theirs in ((run_once.cache.k, exact.k), (run_once.cache.v, exact.v)):
             assert (mine - theirs).abs().max() < 1e-10
 

@@ -1,0 +1,110 @@
+"""
+Time and memory of the commands of bench.py: measured, described, written to a file.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from configurator import UserError
+
+
+def synchronise(device: str):
+    """Wait until the device has done all that it was given."""
+    kind = torch.device(device).type
+    if kind != "cpu":
+        getattr(torch, kind).synchronize()
+
+
+def measure(run_once: Callable, device: str, warmups: int, trials: int, n_tokens: int) -> dict:
+    """Seconds of warm-up and of each trial, their median, and n_tokens over it."""
+    began = time.perf_counter()
+    for _ in range(warmups):
+        run_once()
+    synchronise(device)
+    warmup_seconds = time.perf_counter() - began
+    seconds = []
+    for _ in range(trials):
+        synchronise(device)
+        began = time.perf_counter()
+        run_once()
+        synchronise(device)
+        seconds.append(time.perf_counter() - began)
+    median = statistics.median(seconds)
+    return {"warmups": warmups, "warmup_seconds": warmup_seconds, "trials": trials,
+            "trial_seconds": seconds, "median_seconds": median,
+            "tokens_per_second": n_tokens / median}
+
+
+def empty(device: str) -> int:
+    """Give back all memory that nothing uses, and count its peak anew; bytes still in use."""
+    gc.collect()
+    if not device.startswith("cuda"):
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def environment(device: str, dtype: torch.dtype) -> dict:
+    """What times depend on, for the JSON file."""
+    return {"device": device_name(device), "dtype": str(dtype).removeprefix("torch."),
+            "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+def machine(device: str, dtype: torch.dtype) -> str:
+    """What the times were taken with, in words."""
+    threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+    return (f"{device_name(device)}{threads}, torch {torch.__version__}, "
+            f"{str(dtype).removeprefix('torch.')}")
+
+
+# ---- settings and results
+
+def check(c, *at_least_one: str):
+    """Raise UserError for numbers below 1, and for a file that cannot be written in the end."""
+    for name in at_least_one:
+        value = getattr(c, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name}={value}: at least 1 is needed")
+    if c.json not in (None, "-") and not Path(c.json).absolute().parent.is_dir():
+        raise UserError(f"json={c.json}: there is no such folder")
+
+
+def whole_number(setting: str, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"{setting}: {text!r} is no number of at least 1")
+    return int(text)
+
+
+def percent(x: float | None) -> str:
+    return f"{'n/a':>6s}" if x is None else f"{100 * x:5.1f}%"
+
+
+def gib(x: int | None) -> str:
+    return f"{'n/a':>6s}" if x is None else f"{x / 2**30:6.2f}"
+
+
+def write_json(path: str | None, results: dict):
+    """To a file, to stdout (-) or nowhere (None)."""
+    if path is None:
+        return
+    text = json.dumps(results)
+    if path == "-":
+        print(text)
+        return
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"json={path}: cannot write there ({error.strerror})") from None
