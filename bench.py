@@ -30,7 +30,7 @@ from convergence import prefill_command, random_model
 from flops import MODES, count_flops, flops_per_token, peak_flops
 from model import Decoder, ModelConfig, set_compute_copies
 from pool import build
-from sample import Choice, Decoding, draws, ready
+from sample import Choice, Decoding, Part, draws, parts_of, ready, split
 from timing import (
     check,
     empty,
@@ -319,6 +319,7 @@ class DecodeConfig(SystemsConfig):
     batch_sizes: str = key("1,8,64", "rows that are decoded together, one number or several")
     context: int = key(2048, "tokens in the cache before the first timed one")
     steps: int = key(32, "tokens of a trial")
+    parts: int | None = key(None, "of a batch, side by side; None: as sample.py has it")
     temperature: float = key(0.8, "as for sample.py; 0 is greedy")
     top_k: int | None = key(200, "as for sample.py")
     top_p: float = key(1.0, "as for sample.py")
@@ -329,7 +330,7 @@ def decode_command(argv: list[str]):
     """Time of a token."""
     c = parse(DecodeConfig(), argv, "python bench.py decode: time of a token as sample.py decodes "
               "it,\nwith the choice of the token and its way to the host")
-    check(c, "context", "steps", "trials", "warmups")
+    check(c, "context", "steps", "parts", "trials", "warmups")
     models, device = c.models(), train.pick_device(c.device)
     dtype, on_cuda = train.pick_dtype(c.dtype, device), device.startswith("cuda")
     batch_sizes = [whole_number("batch_sizes", part) for part in c.batch_sizes.split(",")]
@@ -360,15 +361,18 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
     """Figures of one system at batch B."""
     empty(device)
     model = ready(random_model(config, device, c.seed), dtype)
-    token = torch.zeros(B, dtype=torch.long, device=device)
-    h = model.embed_tokens(token)
-    cache = model.new_cache(B, c.context + c.steps + 1, like=h)
-    cache.k.normal_()
-    cache.v.normal_()
     # the last id, which ends documents, is never drawn: the context stays as long as it is
     choice = Choice(draws(c.seed, c.steps + 1, B).to(device), c.temperature, c.top_k, c.top_p,
                     config.vocab_size - 1)
-    decoding = Decoding(model, h, cache, token + c.context, token, choice, c.context)
+    parts = []
+    for rows in split(B, c.parts or parts_of(B, model.embed.device)):
+        token = torch.zeros(rows.stop - rows.start, dtype=torch.long, device=device)
+        h = model.embed_tokens(token)
+        cache = model.new_cache(len(token), c.context + c.steps + 1, like=h)
+        cache.k.normal_()
+        cache.v.normal_()
+        parts.append(Part(model, h, cache, token + c.context, token, choice.of(rows), c.context))
+    decoding = Decoding(parts)
     began = time.perf_counter()
     if device.startswith("cuda") and c.graph:
         decoding.capture()
@@ -376,16 +380,17 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
     first_seconds = time.perf_counter() - began
 
     def run_once():
-        decoding.index.fill_(c.context)
-        decoding.n.zero_()
-        decoding.filled = c.context
+        for part in parts:
+            part.index.fill_(c.context)
+            part.n.zero_()
+            part.filled = c.context
         for _ in decoding.tokens(c.steps + 1):
             pass
 
     r = measure(run_once, device, c.warmups, c.trials, B * c.steps)
     seconds = r["median_seconds"] / c.steps
     per_token = 2 * config.n_kv_head * config.head_dim * cache.k.element_size()
-    return r | {"first_seconds": first_seconds, "seconds_per_step": seconds,
+    return r | {"first_seconds": first_seconds, "seconds_per_step": seconds, "parts": len(parts),
                 "cache_bytes": per_token * B * c.context * model.n_channels,
                 "bytes_per_second": per_token * B * c.context * config.n_layer / seconds}
 

@@ -22,7 +22,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,6 +40,7 @@ try:  # the fast path; Triton comes with PyTorch's CUDA builds
 except ImportError:
     decode_kernels = None
 
+SIDE_BY_SIDE = 32  # rows from which on a batch is decoded in two parts at the same time
 SOLVERS = ("cyclic", "jacobi", "autoregressive")
 # --exact ends at these relative residuals: about where rounding takes over
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -182,6 +183,9 @@ class Choice:
     top_p: float
     n_ids: int | None  # ids from here on (padding of the vocabulary) are never drawn
 
+    def of(self, rows: slice) -> Choice:
+        return replace(self, u=self.u[:, rows].contiguous())
+
     def __call__(self, logits: Tensor, n: Tensor) -> Tensor:
         """The n-th ids (B,), n (1,), from logits (B, V)."""
         if decode_kernels is not None and is_fast(logits) and (self.temperature < 1e-6
@@ -218,12 +222,11 @@ def record(function: Callable, undo: Callable = lambda: None) -> torch.cuda.CUDA
     return graph
 
 
-class Decoding:
+class Part:
     """Rows in the middle of being decoded: their cache, and what a step needs and renews.
 
-    A step changes tensors in place, no shape, and waits for nothing, so that on CUDA it is
-    recorded once, as a CUDA graph, and replayed. Attention knows from the device which columns to
-    read; elsewhere it gets a view of the cache up to the newest column, unless `static`.
+    A step changes tensors in place, no shape, and waits for nothing. Attention knows from the
+    device which columns to read; unless `static`, it gets a view up to the newest column.
     """
 
     def __init__(self, model: Decoder, h: Tensor, cache: Cache, index: Tensor, start: Tensor,
@@ -238,8 +241,7 @@ class Decoding:
         self.n = torch.zeros(1, dtype=torch.long, device=h.device)  # ids chosen before
         ids = self.choice(self.logits(h), self.n)
         self.ids = ids.clone(memory_format=torch.contiguous_format)
-        self.filled, self.graph = filled, None
-        self.static = h.is_cuda if static is None else static
+        self.filled, self.static = filled, h.is_cuda if static is None else static
 
     def step(self):
         """Run the newest ids through the model and choose the next."""
@@ -255,9 +257,32 @@ class Decoding:
         return Cache(self.cache.k[:, :, :self.filled], self.cache.v[:, :, :self.filled],
                      self.cache.sink, self.cache.weights)
 
+
+class Decoding:
+    """Steps of one or several parts of a batch; on CUDA recorded once, as a CUDA graph.
+
+    Several parts step side by side, on streams of their own: while one reads its keys and values,
+    which keeps the memory busy, another has its many small kernels.
+    """
+
+    def __init__(self, parts: list[Part]):
+        self.parts, self.graph = parts, None
+        self.static = parts[0].static
+        self.streams = [torch.cuda.Stream() for p in parts[1:] if p.ids.is_cuda]
+
+    def step(self):
+        for stream, part in zip(self.streams, self.parts[1:]):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                part.step()
+        for part in self.parts[:1] if self.streams else self.parts:
+            part.step()
+        for stream in self.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
     def capture(self):
         """Record a step as a CUDA graph; nothing has changed afterwards."""
-        state = self.ids, self.index, self.start, self.n
+        state = [t for p in self.parts for t in (p.ids, p.index, p.start, p.n)]
         saved = [t.clone() for t in state]
 
         def undo():
@@ -274,9 +299,10 @@ class Decoding:
 
     def fetch(self) -> Callable[[], list[int]]:
         """Have the newest ids copied to the host; call the result to wait for them."""
-        if not self.ids.is_cuda:
-            return self.ids.clone().tolist
-        copy, done = self.ids.to("cpu", non_blocking=True), torch.cuda.Event()
+        ids = torch.cat([p.ids for p in self.parts])
+        if not ids.is_cuda:
+            return ids.tolist
+        copy, done = ids.to("cpu", non_blocking=True), torch.cuda.Event()
         done.record()
 
         def wait() -> list[int]:
@@ -341,8 +367,9 @@ def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
 
 
 def begin(model: Decoder, prompts: list[list[int]], max_new_tokens: int, choice: Callable,
-          *how, static: bool | None = None) -> tuple[Decoding, Report]:
-    """Prefill the prompts, each different one once, into a cache with room for all new tokens."""
+          *how, static: bool | None = None,
+          n_parts: int | None = None) -> tuple[Decoding, Report]:
+    """Prefill the prompts, each different one once, into caches with room for all new tokens."""
     device = model.embed.device
     place = {tuple(p): i for i, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
     which = torch.tensor([place[tuple(p)] for p in prompts], device=device)
@@ -354,10 +381,25 @@ def begin(model: Decoder, prompts: list[list[int]], max_new_tokens: int, choice:
     h = solution.final[rows, last]
     start = model.document_starts(idx)[rows, last]
     start = next_start(model, idx[rows, last], last, start)
-    cache = model.new_cache(len(prompts), longest + max_new_tokens, like=h)
-    cache.put(slice(0, longest), solution.cache.k[:, which], solution.cache.v[:, which])
-    return Decoding(model, h[which], cache, lengths[which], start[which], choice, longest,
-                    static), solution.report
+    parts = []
+    for rows in split(len(prompts), n_parts if n_parts else parts_of(len(prompts), device)):
+        of = which[rows]
+        cache = model.new_cache(len(of), longest + max_new_tokens, like=h)
+        cache.put(slice(0, longest), solution.cache.k[:, of], solution.cache.v[:, of])
+        parts.append(Part(model, h[of], cache, lengths[of], start[of], choice.of(rows)
+                          if len(of) < len(prompts) else choice, longest, static))
+    return Decoding(parts), solution.report
+
+
+def parts_of(B: int, device: torch.device) -> int:
+    """How many parts of B rows step side by side."""
+    return 2 if device.type == "cuda" and B >= SIDE_BY_SIDE else 1
+
+
+def split(B: int, n: int) -> list[slice]:
+    """B rows in n parts, as equal as they can be."""
+    ends = [B * i // n for i in range(n + 1)]
+    return [slice(a, b) for a, b in zip(ends, ends[1:])]
 
 
 # ---- text

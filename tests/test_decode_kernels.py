@@ -154,12 +154,11 @@ def test_steps_equal_the_whole(system, few, monkeypatch):
     if not few:
         monkeypatch.setattr(decode_kernels, "MAX_ROWS", 0)
     zeros = ids.new_zeros(B)
-    decoding = sample.Decoding(model, model.embed_tokens(zeros), cache, zeros, zeros, forced,
-                               static=True)
-    assert (decoding.fast is not None) == few
-    list(decoding.tokens(n))
-    assert decoding.index.tolist() == [n - 1] * B and decoding.n.tolist() == [n - 1]
-    assert decoding.start.tolist() == [2 if n > 2 else 0, 0]
+    part = sample.Part(model, model.embed_tokens(zeros), cache, zeros, zeros, forced, static=True)
+    assert (part.fast is not None) == few
+    list(sample.Decoding([part]).tokens(n))
+    assert part.index.tolist() == [n - 1] * B and part.n.tolist() == [n - 1]
+    assert part.start.tolist() == [2 if n > 2 else 0, 0]
     monkeypatch.undo()
     exact = small_model(**sizes, **system)
     solve = autoregressive if exact.iterates else one_pass

@@ -215,7 +215,8 @@ def test_case_54_decoding_equals_full_computation(system, static):
 
     decoding, _ = sample.begin(model, [prompt], 21, greedy, "autoregressive", static=static)
     channels = system.get("n_channels", 3)  # (d) k of them, where vanilla has L = 3
-    assert decoding.cache.k.shape == decoding.cache.v.shape == (channels, 1, 30, 2, 6)
+    (part,) = decoding.parts
+    assert part.cache.k.shape == part.cache.v.shape == (channels, 1, 30, 2, 6)
     ids = [i for (i,) in decoding.tokens(21)]
     full = model.logits(solve(model, torch.tensor([prompt + ids[:-1]])).final)[0, 8:]
     assert (full - torch.cat(logits)).abs().max() < 1e-10  # (a)
@@ -243,7 +244,21 @@ def test_static_steps_with_documents(system):
         seq = torch.tensor([prompt + [ids[b] for ids in new][:-1]])
         full = model.logits(solve(model, seq).final)[0, len(prompt) - 1:]
         assert (full - torch.stack(logits, 1)[b]).abs().max() < 1e-10
-    assert decoding.index.tolist() == [len(p) + 3 for p in prompts]
+    assert decoding.parts[0].index.tolist() == [len(p) + 3 for p in prompts]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_parts_of_a_batch_equal_the_whole(static):
+    model = small_model()
+    prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (1, 4, 11, 4, 2)]
+    choice = sample.Choice(sample.draws(3, 9, 5), 1.0, 7, 0.9, 12)
+    new = []
+    for n in (1, 2, 5):
+        decoding, _ = sample.begin(model, prompts, 9, choice, static=static, n_parts=n)
+        assert [len(p.ids) for p in decoding.parts] == {1: [5], 2: [2, 3], 5: [1] * 5}[n]
+        new.append(list(decoding.tokens(9)))
+    assert new[0] == new[1] == new[2]
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
@@ -485,9 +500,9 @@ def decoded(model, cache, ids, context, n, static, kv=None):
         return ids[i.clamp(max=n - 1)]
 
     index, start = torch.tensor([context]), torch.tensor([0])
-    decoding = sample.Decoding(model, model.embed_tokens(ids[:1]), cache, index, start, forced,
-                               context, static)
-    list(decoding.tokens(n + 1))
+    part = sample.Part(model, model.embed_tokens(ids[:1]), cache, index, start, forced, context,
+                       static)
+    list(sample.Decoding([part]).tokens(n + 1))
     return torch.cat(logits[1:])
 
 
