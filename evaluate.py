@@ -31,12 +31,14 @@ import torch
 from torch import Tensor
 
 import sample
-from bench import PassLosses, check, device_name, machine, write_json
 from configurator import UserError, key, parse, run
+from convergence import PassLosses
+from dataset import load_meta
 from model import Decoder, upcast
 from solvers import Report, Solution, autoregressive, cyclic, jacobi, solve
+from timing import check, device_name, machine, write_json
 from tokenizer import Tokenizer, get_tokenizer
-from train import compile_pieces, load_meta, load_model, pick_device, pick_dtype
+from train import compile_pieces, load_model, pick_device, pick_dtype
 
 SPLITS = ("train", "val", "test")
 CLOSE = 0.01  # as good as converged (section "Iteration schedules in training")
@@ -107,17 +109,19 @@ class Windows:
     vocabulary than vocab_size.
     """
 
-    def __init__(self, path: Path, dtype: str, block_size: int, vocab_size: int,
+    def __init__(self, path: Path, meta: dict, block_size: int, vocab_size: int,
                  limit_rows: int | None = None):
-        dtype = np.dtype(dtype).newbyteorder("<")
+        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
         size = path.stat().st_size if path.is_file() else None
         if not size:
             raise UserError(f"{path}: {'no such data file' if size is None else 'it is empty'}; "
                             "prepare the data set with such a split (python prepare_data.py "
                             "--help), or choose another with --split=")
-        if size % dtype.itemsize:
-            raise UserError(f"{path}: {size} bytes are no whole number of {dtype.name} ids; the "
-                            "file is damaged")
+        n, promised = size / dtype.itemsize, meta["tokens"].get(path.stem)
+        if n != (int(n) if promised is None else promised):
+            raise UserError(f"{path}: {n:g} tokens of {dtype.name}, but meta.json says {promised}; "
+                            "the file is cut off or from another preparation, prepare the data "
+                            "set again")
         self.tokens = np.memmap(path, dtype, "r")[:limit_rows and limit_rows * block_size + 1]
         if len(self.tokens) < 2:
             raise UserError(f"{path}: 1 token, but a target needs one before it")
@@ -231,7 +235,7 @@ def mean_losses(losses: Losses, windows: Windows, batch_size: int, graph: bool =
 class PerplexityConfig:
     """What `evaluate.py perplexity` takes."""
 
-    out_dir: str = key("out", "folder with ckpt.pt, or a checkpoint file")
+    out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
     dataset: str | None = key(None, "folder under data/; None: that of the training")
     split: str = key("test", "train, val or test")
     block_size: int | None = key(None, "tokens per window; None: as in training")
@@ -261,7 +265,7 @@ def load_windows(c: PerplexityConfig, model: Decoder, checkpoint: dict) -> tuple
                             "mean nothing")
     path = folder / f"{c.split}.bin"
     block_size = c.block_size or checkpoint["config"]["block_size"]
-    return path, Windows(path, meta["dtype"], block_size, model.config.vocab_size, c.limit_rows)
+    return path, Windows(path, meta, block_size, model.config.vocab_size, c.limit_rows)
 
 
 def perplexity_command(argv: list[str]):
@@ -482,7 +486,7 @@ class Scorer:
 class DownstreamConfig:
     """What `evaluate.py downstream` takes."""
 
-    out_dir: str = key("out", "folder with ckpt.pt, or a checkpoint file")
+    out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
     tasks: str = key("lambada_openai,wikitext,piqa,winogrande,boolq,hellaswag,arc_easy,"
                      "arc_challenge,openbookqa", "names that the harness knows, comma separated")
     task_dir: str | None = key(None, "a folder with tasks of your own (.yaml)")

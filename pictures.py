@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from configurator import UserError, key, parse, run
+from dataset import load_meta
 from evaluate import Schedule, Windows
 from model import Decoder, rms_norm
 from pool import scale
 from sample import TOLERANCE, read_text
 from tokenizer import Tokenizer, get_tokenizer
-from train import load_checkpoint, load_meta, load_model, pick_device
+from train import load_checkpoint, load_model, pick_device
 
 PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"
 # Okabe and Ito's colours, which all can tell apart; then the same with another dash
@@ -418,7 +419,7 @@ def draw_perplexities(ax, schedules: list[dict], exact: float):
 class ConnectomeConfig:
     """What `pictures.py connectome` takes."""
 
-    out_dir: str = key("out", "folder with ckpt.pt, or a checkpoint file")
+    out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
     text: str | None = key(None, "a file whose text the model reads; None: rows of its data set")
     split: str = key("val", "train, val or test, of the data set")
     rows: int = key(8, "at most so many rows of block_size tokens")
@@ -478,7 +479,7 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
         if meta["tokenizer"] != checkpoint["meta"]["tokenizer"]:
             raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {c.out_dir} was trained "
                             f"on {checkpoint['meta']['tokenizer']}")
-        windows = Windows(folder / f"{c.split}.bin", meta["dtype"], T,
+        windows = Windows(folder / f"{c.split}.bin", meta, T,
                           checkpoint["model_config"]["vocab_size"], c.rows)
         ids = windows.tokens[:-1].tolist()
     else:
@@ -549,7 +550,7 @@ def draw_connectome(plt, x: Connectome, n_layer: int, c: ConnectomeConfig):
                 (axes[b, 0], x.mean[b], "RdBu_r", -strongest, strongest, "mean weight"),
                 (axes[b, 1], x.std[b], "cividis", 0, widest,
                  "spread over tokens (%: of the mean)")):
-            image = ax.imshow(values, cmap=colours, vmin=low, vmax=high, aspect="auto",
+            image = ax.imshow(values.numpy(), cmap=colours, vmin=low, vmax=high, aspect="auto",
                               origin="lower")
             ax.set(title=f"{name}: {title}", xlabel="source: state that enters layer",
                    ylabel="channel")

@@ -1,0 +1,387 @@
+"""pictures.py: what is drawn, number by number; the pictures themselves are for the eye."""
+
+import json
+import math
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from small import random_tokens, small_model
+
+import pictures
+from configurator import UserError, run
+from evaluate import Schedule
+from pictures import Connectome, Curve, CurvesConfig
+from solvers import cyclic
+from tokenizer import get_tokenizer
+from train import save_checkpoint
+
+BYTES = dict(vocab_size=320, eos_id=256, n_groups=4)
+META = {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256, "dtype": "uint16", "tokens": {}}
+HEAD = "step,loss,val_loss,lr,grad_norm,tokens_per_s\n"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that a command would save, to be looked at."""
+    pytest.importorskip("matplotlib")
+    kept = []
+    monkeypatch.setattr(pictures, "save", lambda fig, output: kept.append(fig))
+    return kept
+
+
+def write_log(folder, losses, val=(), first=0, checkpoint=None):
+    """log.csv of a run with these losses, and after n steps the validation losses val = (n, x)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [f"{first + n},{x},,0.1,1.0,99\n" for n, x in enumerate(losses)]
+    for n, x in reversed(val):
+        rows.insert(n - first, f"{n},,{x},,,\n")
+    (folder / "log.csv").write_text(HEAD + "".join(rows))
+    if checkpoint:
+        save_checkpoint(folder / "ckpt.pt", {"model": {}, "model_config": {}, "meta": {},
+                                             "config": checkpoint, "w": torch.zeros(3)})
+
+
+SIZES = {"gradient_accumulation_steps": 4, "batch_size": 2, "block_size": 8}
+
+
+# ---- curves
+
+def test_log_of_one_run(here):
+    write_log(here / "a", [5.0, 4.0, 3.5], [(2, 4.1), (3, 3.6)])
+    assert pictures.read_log(here / "a" / "log.csv") == (
+        {0: 5.0, 1: 4.0, 2: 3.5}, {2: 4.1, 3: 3.6})
+
+
+def test_log_of_a_resumed_run(here):
+    """Steps 0..4, then from the checkpoint after step 2 on again: those before are void."""
+    (here / "log.csv").write_text(
+        HEAD + "0,5.0,,,,\n1,4.0,,,,\n2,,4.5,,,\n2,3.0,,,,\n3,2.0,,,,\n4,1.0,,,,\n4,,1.5,,,\n"
+        "2,3.3,,,,\n3,2.2,,,,\n5,,9,,\n3,,2.")
+    loss, val = pictures.read_log(here / "log.csv")
+    assert loss == {0: 5.0, 1: 4.0, 2: 3.3, 3: 2.2}
+    assert val == {2: 4.5, 5: 9.0, 3: 2.0}
+    (here / "log.csv").write_text(HEAD + "0,5.0,,,,\n1,4.0,,\n2,,,\n,\n3,nonsense,,\n1,3.0,,,,\n1")
+    assert pictures.read_log(here / "log.csv") == ({0: 5.0, 1: 3.0}, {})
+
+
+def test_running_mean_by_hand():
+    x = np.array([1.0, 2.0, 6.0, 3.0, 8.0])
+    assert pictures.running_mean(x, 1).tolist() == [1, 2, 6, 3, 8]
+    assert pictures.running_mean(x, 3) == pytest.approx([1.5, 3, 11 / 3, 17 / 3, 5.5])
+    assert pictures.running_mean(x, 4) == pytest.approx([1.5, 3, 11 / 3, 17 / 3, 5.5])
+    assert pictures.running_mean(x, 99) == pytest.approx([4.0] * 5)
+
+
+def test_tokens_come_from_the_checkpoint_or_the_setting(here):
+    write_log(here / "a", [5.0, 4.0, 3.0], [(2, 4.5)], checkpoint=SIZES)
+    write_log(here / "b", [5.0, 4.0], [(1, 4.5)])
+    curve = pictures.read_curve("a", CurvesConfig(smooth=1))
+    assert curve.x.tolist() == [64, 128, 192] and curve.loss.tolist() == [5, 4, 3]
+    assert curve.val_x.tolist() == [128] and curve.val_loss.tolist() == [4.5]
+    assert curve.in_tokens and curve.name == "a"
+    curve = pictures.read_curve("b", CurvesConfig(smooth=1))
+    assert curve.x.tolist() == [1, 2] and not curve.in_tokens
+    both = pictures.read_curves(CurvesConfig(logs="a, b/log.csv,", smooth=1, tokens_per_step=10))
+    assert [c.x[0] for c in both] == [10, 10] and [c.name for c in both] == ["a", "b"]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(here):
+    for place in ("x/run", "y/run"):
+        write_log(here / place, [5.0, 4.0])
+    names = [c.name for c in pictures.read_curves(CurvesConfig(logs="x/run,y/run"))]
+    assert names == ["x/run", "y/run"]
+
+
+def test_difference_to_the_first_run_by_hand():
+    def curve(x, loss, val_x, val):
+        return Curve("", *map(np.array, (x, loss, val_x, val)), True)
+
+    base = curve([10.0, 20.0, 30.0], [5.0, 4.0, 2.0], [20.0, 30.0], [4.0, 3.0])
+    other = curve([5.0, 15.0, 25.0, 35.0], [9.0, 4.0, 3.3, 1.0], [15.0, 30.0], [9.0, 2.5])
+    x, y = pictures.relative(other, base)
+    assert x.tolist() == [15, 25]
+    assert y == pytest.approx([100 * (math.exp(-0.5) - 1), 100 * (math.exp(0.3) - 1)])
+    x, y = pictures.relative_validation(other, base)
+    assert x.tolist() == [30] and y == pytest.approx([100 * (math.exp(-0.5) - 1)])
+
+
+def test_curves_picture(here, figures):
+    losses = [6 - n / 10 for n in range(30)]
+    write_log(here / "out" / "a", losses, [(10, 5.5), (30, 3.5)], checkpoint=SIZES)
+    write_log(here / "out" / "b", [x - 0.1 for x in losses], [(10, 5.4), (30, 3.3)],
+              checkpoint=SIZES)
+    pictures.main(["curves", "--logs=out/a,out/b", "--smooth=1"])
+    left, right = figures[0].axes
+    lines = left.get_lines()
+    assert lines[0].get_ydata() == pytest.approx(losses)
+    assert lines[0].get_xdata() == pytest.approx([64 * (n + 1) / 1000 for n in range(30)])
+    assert lines[1].get_xdata() == pytest.approx([0.64, 1.92])
+    assert lines[1].get_ydata().tolist() == [5.5, 3.5]
+    assert [t.get_text() for t in left.get_legend().get_texts()] == [
+        "a  (validation 3.500)", "b  (validation 3.300)"]
+    assert left.get_xlabel() == "thousand tokens" and "nats" in left.get_ylabel()
+    low, high = left.get_ylim()
+    assert low < 3.0 < 5.9 < high
+    assert right.get_lines()[0].get_ydata() == pytest.approx([100 * math.expm1(-0.1)] * 30)
+    assert right.get_lines()[1].get_ydata() == pytest.approx(
+        [100 * math.expm1(-0.1), 100 * math.expm1(-0.2)])
+    colours = {line.get_color() for line in lines}
+    assert len(colours) == 2
+
+
+def test_curves_of_one_run_show_its_end(here, figures):
+    write_log(here / "a", [6 - n / 10 for n in range(30)])
+    pictures.main(["curves", "--logs=a", "--smooth=1"])
+    left, right = figures[0].axes
+    assert left.get_xlabel() == "steps" and right.get_xlim()[0] == pytest.approx(21)
+    assert right.get_ylim()[0] < 3.1 and 4.0 <= right.get_ylim()[1] < 4.2
+
+
+def test_files_are_written(here, capsys):
+    pytest.importorskip("matplotlib")
+    write_log(here / "a", [5.0, 4.0, 3.0])
+    for output, begins in (("p.png", b"\x89PNG"), ("new/p.svg", b"<?xml")):
+        pictures.main(["curves", "--logs=a", f"--output={output}"])
+        assert (here / output).read_bytes().startswith(begins)
+    assert capsys.readouterr().out == "p.png\nnew/p.svg\n"
+    for output in ("p.nonsense", "p.png/q.png"):
+        with pytest.raises(UserError, match=f"output={output}: cannot write it"):
+            pictures.main(["curves", "--logs=a", f"--output={output}"])
+
+
+# ---- connections
+
+def test_connections(figures):
+    pictures.main(["connections", "--n_layer=5", "--n_channels=2"])
+    titles = [ax.texts[-2].get_text() for ax in figures[0].axes]
+    assert titles == ["Vanilla", *(f"WhiteMatter, k = {k}" for k in (5, 2, 1))]
+
+
+# ---- convergence
+
+def prefill_json(path, **changes):
+    schedules = [
+        {"g": 1, "solver": "jacobi", "passes": None, "perplexities": [9.0, 6.0, 5.0]},
+        {"g": 8, "solver": "cyclic", "passes": 2, "perplexities": [6.0, 4.02],
+         "seconds_per_sequence": 0.02},
+        {"g": 64, "solver": "autoregressive", "passes": 1, "perplexities": [4.0],
+         "seconds_per_sequence": 0.17}]
+    path.write_text(json.dumps({"schedules": schedules, "exact_perplexity": 4.0, "block_size": 64,
+                                "batch_size": 8, "device": "cpu", "dtype": "float32"} | changes))
+
+
+def test_convergence_picture(here, figures):
+    prefill_json(here / "p.json")
+    pictures.main(["convergence", "--json=p.json"])
+    passes, times, off = figures[0].axes
+    assert passes.get_lines()[0].get_xdata().tolist() == [1, 2]
+    assert passes.get_lines()[0].get_ydata().tolist() == [2, 1]
+    assert times.get_lines()[0].get_ydata() == pytest.approx([20, 170])
+    assert [t.get_text() for t in times.get_xticklabels()] == ["Jacobi", "8", "token\nby token"]
+    assert [t.get_text() for t in times.texts] == ["20", "170", "not\nreached"]
+    assert off.get_lines()[0].get_ydata() == pytest.approx([125, 50, 25])
+    assert off.get_lines()[1].get_ydata() == pytest.approx([50, 0.5])
+    assert [t.get_text() for t in off.get_legend().get_texts()] == ["Jacobi", "g=8"]
+
+
+def test_convergence_of_given_schedules(here, figures):
+    """Times only: no perplexities, groups under another name."""
+    path = here / "p.json"
+    prefill_json(path)
+    results = json.loads(path.read_text())
+    del results["exact_perplexity"]
+    results["schedules"] = [
+        {"n_groups": 16, "solver": "cyclic", "passes": 4, "seconds_per_sequence": 0.0125},
+        {"n_groups": 1, "solver": "jacobi", "passes": 75, "seconds_per_sequence": 0.1393}]
+    path.write_text(json.dumps(results))
+    pictures.main(["convergence", f"--json={path}"])
+    passes, times = figures[0].axes
+    assert passes.get_lines()[0].get_ydata().tolist() == [75, 4]
+    assert times.get_lines()[0].get_ydata() == pytest.approx([139.3, 12.5])
+
+
+# ---- connectome
+
+def rms(x, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", (dict(), dict(n_channels=2), dict(router="static"),
+                                     dict(n_channels=1, router_stride=1)), ids=str)
+def test_weights_are_those_that_the_pool_mixes_with(changes):
+    """From these weights and the states, by the paper's equations: the values in the cache."""
+    model = small_model(**changes)
+    idx = random_tokens(2, 9)
+    alpha = pictures.mixing_weights(model, idx, Schedule("cyclic", 3, 4))
+    solution = cyclic(model, idx, 4, 3, 0)
+    branch, L = model.kv_pool.value, model.config.n_layer
+    h = rms(solution.states[:, :, :L], 1e-6) * branch.pre_norm  # (B, T, L, D)
+    for j in range(model.config.n_channels):
+        mixed = rms((alpha[1, :, :, j, :, None] * h).sum(2), 1e-4) * branch.post_norm[j]
+        v = mixed @ branch.proj[j].T
+        assert solution.cache.v[j].flatten(-2) == pytest.approx(v, rel=1e-9, abs=1e-9)
+    # and of the keys, from their own router
+    key = model.kv_pool.key
+    h = rms(solution.states[:, :, :L], 1e-6) * key.pre_norm
+    expected = key.bias.expand(2, 9, -1, -1)
+    if key.router is not None:
+        x = h[:, :, (L - 1) % key.stride::key.stride].flatten(2)
+        expected = expected + (x @ key.router.T).view(2, 9, -1, L)
+    assert alpha[0] == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_statistics_by_hand():
+    alpha = torch.randn(2, 50, 3, 4, generator=torch.Generator().manual_seed(0)) + 1
+    alpha[1, 7] = 9.0  # all values' weights of one token, far off
+    x = Connectome(alpha, list(range(50)))
+    a = alpha.numpy()
+    mean, std = a.mean(1), a.std(1)
+    assert x.mean.numpy() == pytest.approx(mean, abs=1e-5)
+    assert x.std.numpy() == pytest.approx(std, abs=1e-5)
+    for b in range(2):
+        for j in range(3):
+            ratio = math.sqrt((std[b, j] ** 2).sum() / (mean[b, j] ** 2).sum())
+            assert x.dependence[b, j].item() == pytest.approx(ratio, rel=1e-5)
+    z = (a - mean[:, None]) / std[:, None]
+    assert x.distance.numpy() == pytest.approx(np.sqrt((z ** 2).mean((0, 2, 3))), rel=1e-4)
+    assert x.distance.square().mean().item() == pytest.approx(1, rel=1e-5)
+    assert x.distance.argmax().item() == 7
+    b, j, source = x.most_changed(7)
+    assert b == 1 and abs(z[1, 7]).max() == pytest.approx(abs(z[b, 7, j, source]))
+
+
+def test_fibres_by_hand():
+    alpha = torch.zeros(3, 2, 4)  # 3 tokens, channels 0 and 1, sources 0..3
+    alpha[:, 0, 3] = torch.tensor([1.0, -2.0, 4.0])
+    alpha[:, 1, 0] = 0.1  # below a twentieth of the strongest
+    fibres = pictures.fibres_of(alpha, n_layer=4, n_fibres=3)
+    # layers 0 and 2 read channel 0, which mixes source 3; the weak ones first
+    assert [(s, layer) for s, layer, *_ in fibres] == [(3, 0), (3, 2)] * 3
+    assert [f[2] for f in fibres] == [1, 1, -2, -2, 4, 4]
+    assert [f[3] for f in fibres] == [-1, -1, 0, 0, 1, 1]
+    assert len(pictures.fibres_of(alpha, 4, 2)) == 4  # the first token and the last
+    assert pictures.fibres_of(torch.zeros(1, 2, 4), 4, 9) == []
+
+
+@pytest.fixture
+def checkpoint(here):
+    """Checkpoints of three systems, and a data set of 100 tokens."""
+    for name, changes in (("wm", {}), ("static", dict(router="static")),
+                          ("vanilla", dict(kv="vanilla"))):
+        model = small_model(dtype=torch.float32, **BYTES, **changes)
+        save_checkpoint(here / name / "ckpt.pt", {
+            "model": model.state_dict(), "model_config": asdict(model.config), "meta": META,
+            "config": {"dataset": "noise", "block_size": 16}})
+    (here / "data" / "noise").mkdir(parents=True)
+    (here / "data" / "noise" / "meta.json").write_text(json.dumps(META))
+    np.random.default_rng(0).integers(257, size=100).astype("<u2").tofile("data/noise/val.bin")
+    return here
+
+
+@torch.no_grad()
+def test_connectome_command(checkpoint, figures, capsys):
+    (checkpoint / "text.txt").write_text("A text of some thirty characters\n")
+    pictures.main(["connectome", "--out_dir=wm", "--text=text.txt", "--unusual=3", "--device=cpu"])
+    model = small_model(dtype=torch.float32, **BYTES)
+    ids = [*b"A text of some thirty characters\n"]
+    rows = [ids[:16], ids[16:32], ids[32:]]  # rows of block_size
+    alpha = torch.cat([pictures.mixing_weights(model, torch.tensor([row]), Schedule(
+        "cyclic", 3, 4)) for row in rows], 2)[:, 0]
+    x = Connectome(alpha, ids)
+    axes = figures[0].axes
+    for b in range(2):  # heat maps: mean and spread
+        assert np.asarray(axes[3 * b].images[0].get_array()) == pytest.approx(
+            alpha[b].mean(0).numpy(), abs=1e-4)
+        assert np.asarray(axes[3 * b + 1].images[0].get_array()) == pytest.approx(
+            alpha[b].std(0, correction=0).numpy(), abs=1e-4)
+    shares = [t.get_text() for t in axes[1].texts]
+    assert shares == [f"{100 * r:.0f}%" for r in x.dependence[0].tolist()]
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("33 tokens")
+    assert out[2].split() == ["keys", *shares]
+    for line, n in zip(out[6:], x.distance.topk(3).indices.tolist()):
+        text = "".join(map(chr, ids)).replace("\n", "\\n")
+        shown = f"{text[:n]}[{text[n:n + 1] if n < 32 else text[n:]}]"
+        assert shown[-20:] in line and f"{x.distance[n]:6.2f}" in line
+        b, j, source = x.most_changed(n)
+        assert f"{'KV'[b]} channel {j}, source {source}: {alpha[b, n, j, source]:+.2f}" in line
+    assert len(out) == 9
+
+
+def test_connectome_of_a_data_set_and_of_static_weights(checkpoint, figures, capsys):
+    pictures.main(["connectome", "--out_dir=wm", "--rows=2", "--exact", "--device=cpu"])
+    assert capsys.readouterr().out.startswith("32 tokens")
+    pictures.main(["connectome", "--out_dir=static", "--device=cpu"])
+    out = capsys.readouterr().out
+    assert "99 tokens" in out and "no weight depends on the token" in out
+    assert out.splitlines()[2].split() == ["keys", "0%", "0%", "0%"]
+    assert len(figures) == 2
+
+
+def test_report_shows_the_end_of_a_document(capsys):
+    alpha = torch.zeros(2, 3, 1, 1)
+    alpha[:, 1] = 1.0
+    pictures.report(Connectome(alpha, [104, 256, 105]), get_tokenizer("bytes"), 1)
+    assert "h[end of document]i" in capsys.readouterr().out
+
+
+# ---- bad input
+
+@pytest.mark.parametrize("argv, message", (
+    ([], "no picture named: choose one of connections, curves, convergence, connectome"),
+    (["curve"], "curve: choose one of"),
+    (["connections", "--n_channels=6"], "n_channels=6: 2 to n_layer-1=5"),
+    (["curves", "--logs=nowhere"], "no such log"),
+    (["curves", "--logs=,"], "logs is empty"),
+    (["curves", "--logs=a", "--smooth=0"], "smooth=0: at least 1"),
+    (["curves", "--logs=a", "--tokens_per_step=0"], "tokens_per_step=0: at least 1"),
+    (["curves", "--logs=tokens,a"], "a: no ckpt.pt beside the log"),
+    (["curves", "--logs=other.csv"], "no log of train.py, its columns are x, y"),
+    (["curves", "--logs=empty.csv"], "not one training step"),
+    (["convergence", "--json=nowhere.json"], "nowhere.json: cannot read it"),
+    (["convergence", "--json=other.csv"], "not what python bench.py prefill"),
+    (["convergence", "--json=wrong.json"], "KeyError: 'schedules'"),
+    (["convergence", "--json=none.json"], "it holds no schedule"),
+    (["connectome", "--out_dir=nowhere"], "no such checkpoint"),
+    (["connectome", "--out_dir=vanilla"], "kv=vanilla has no router"),
+    (["connectome", "--out_dir=wm", "--rows=0"], "rows=0: at least 1"),
+    (["connectome", "--out_dir=wm", "--split=all"], "split=all: choose train"),
+    (["connectome", "--out_dir=wm", "--text=nowhere.txt"], "text=nowhere.txt: cannot read"),
+    (["connectome", "--out_dir=wm", "--text=one.txt"], "1 tokens: at least 2")))
+def test_bad_input(checkpoint, argv, message):
+    pytest.importorskip("matplotlib")
+    write_log(checkpoint / "a", [5.0, 4.0])
+    write_log(checkpoint / "tokens", [5.0, 4.0], checkpoint=SIZES)
+    (checkpoint / "other.csv").write_text("x,y\n1,2\n")
+    (checkpoint / "empty.csv").write_text(HEAD)
+    (checkpoint / "wrong.json").write_text("{}")
+    prefill_json(checkpoint / "none.json", schedules=[])
+    (checkpoint / "one.txt").write_text("x")
+    with pytest.raises(UserError) as error:
+        pictures.main(argv)
+    assert message in str(error.value)
+
+
+def test_without_matplotlib(here, monkeypatch):
+    write_log(here / "a", [5.0, 4.0])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        pictures.main(["curves", "--logs=a"])
+
+
+def test_help(capsys):
+    pictures.main(["--help"])
+    assert "pictures: connections, curves, convergence, connectome" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as leave:
+        run(pictures.main, ["connectome", "--help"])
+    assert leave.value.code == 0 and "--fibres=24" in capsys.readouterr().out
