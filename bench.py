@@ -27,10 +27,10 @@ from torch import Tensor
 import train
 from configurator import UserError, key, parse, run
 from convergence import prefill_command, random_model
+from decoding import Choice, Decoding, Part, draws, parts_of, ready, split
 from flops import MODES, count_flops, flops_per_token, peak_flops
 from model import Decoder, ModelConfig, set_compute_copies
 from pool import build
-from sample import Choice, Decoding, Part, draws, parts_of, ready, split
 from timing import (
     check,
     empty,

@@ -18,10 +18,10 @@ from torch import Tensor
 
 import train
 from configurator import UserError, key, parse
+from decoding import fast_steps, move_on, prefill, ready, record
 from flops import flops_per_token, pool_flops
 from model import Decoder, ModelConfig
 from pool import build
-from sample import fast_steps, move_on, prefill, ready, record
 from solvers import cyclic, interleave
 from timing import check, empty, environment, machine, measure, synchronise, write_json
 

@@ -10,7 +10,7 @@ One token per row, without gradients: five kernels a layer and few around them, 
     product     the last norm and the head
     pick        a token among the likeliest
 
-`Steps` is `sample.step`: the same computation with the same weights, where time is not work but
+`Steps` is `decoding.step`: the same computation with the same weights, where time is not work but
 launches and the latency of memory. Nothing waits for the host, no shape depends on how far the
 rows are: all of it may be captured in a CUDA graph.
 
@@ -398,7 +398,7 @@ class Steps:
         self.scratch = Scratch(like, B, c.n_head, S)
 
     def __call__(self, ids: Tensor, index: Tensor, start: Tensor, count: Tensor) -> Tensor:
-        """`sample.step` of tokens ids (B,) at columns index of documents that begin at start;
+        """`decoding.step` of tokens ids (B,) at columns index of documents that begin at start;
         returns h[L] (B, D). Then index, start and count (1,) are those of the next tokens. All
         are contiguous."""
         model, rows, c = self.model, self.rows, self.model.config
@@ -437,7 +437,7 @@ class Steps:
 
 def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float, top_k: int,
            top_p: float) -> Tensor:
-    """`sample.choose` of `Steps.logits` (B, V), among at most top_k ids, 1: the likeliest; by row
+    """`decoding.choose` of `Steps.logits` (B, V), among at most top_k ids, 1: the likeliest; by row
     `count` (1,) of the numbers u (n, B)."""
     B = len(logits)
     if top_k == 1:

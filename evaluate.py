@@ -9,7 +9,7 @@ Scores of a checkpoint: `python evaluate.py COMMAND --key=value ...`, with --hel
 Perplexity is exp of the mean loss in nats per token. The tokens of the file lie in windows of
 block_size that do not overlap, and the last one, which may be shorter, counts too: so every token
 but the first of the file is a target exactly once. Each token counts the same, so the batch size
-changes nothing but the time.
+changes nothing but the time (with --exact no more than the tolerance, as a batch ends together).
 
 Downstream tasks are those of the lm-evaluation-harness (pip install lm_eval), zero-shot, scored by
 `Scorer`, which also says how text is cut into context and continuation.
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import decoding
 import sample
 from configurator import UserError, key, parse, run
 from convergence import PassLosses
@@ -79,19 +80,24 @@ class Schedule:
         return f"{solver}{groups}, {passes}"
 
 
+def frozen(model: Decoder, dtype: torch.dtype) -> Decoder:
+    """The model computing in dtype, and without gradients, which its loss would else prepare."""
+    return sample.ready(model, dtype).requires_grad_(False)
+
+
 def schedule_of(c, model: Decoder, dtype: torch.dtype) -> Schedule:
     """What the settings solver, passes, n_groups, tol and exact mean for this model.
 
     What is not set is as in training. A model that needs no iteration takes its one pass.
     """
-    if c.solver not in (None, *sample.SOLVERS):
-        raise UserError(f"solver={c.solver}: choose one of {', '.join(sample.SOLVERS)}")
+    if c.solver not in (None, *decoding.SOLVERS):
+        raise UserError(f"solver={c.solver}: choose one of {', '.join(decoding.SOLVERS)}")
     if c.tol is not None and not c.tol > 0:
         raise UserError(f"tol={c.tol}: a number above 0 is needed")
     mc = model.config
     if not model.iterates:
         return Schedule("one pass")
-    tol = sample.TOLERANCE[dtype] if c.exact and c.tol is None else c.tol
+    tol = decoding.TOLERANCE[dtype] if c.exact and c.tol is None else c.tol
     passes = mc.n_nograd + mc.n_grad if c.passes is None else c.passes
     groups = mc.n_groups if c.n_groups is None else c.n_groups
     if (c.solver, c.passes, c.n_groups, tol) == (None,) * 4:
@@ -204,7 +210,7 @@ class Graph:
         """What function(x, y) returns; overwritten by the next call."""
         if self.graph is None:
             self.x, self.y = x.clone(), y.clone()
-            self.graph = sample.record(self.run)
+            self.graph = decoding.record(self.run)
         self.x.copy_(x)
         self.y.copy_(y)
         self.graph.replay()
@@ -284,7 +290,7 @@ def perplexity_command(argv: list[str]):
                         "schedules to compare")
     schedule = None if study else schedule_of(c, model, dtype)
     path, windows = load_windows(c, model, checkpoint)
-    model = sample.ready(model, dtype)
+    model = decoding.ready(model, dtype)
     if device.startswith("cuda"):
         compile_pieces()
     step = checkpoint.get("step")
@@ -467,9 +473,9 @@ class Scorer:
         """Continue a context (its end, if it is too long) up to EOS or one of some texts."""
         s, n = self.schedule, min(max_new_tokens, self.max_length - 1)
         prompt = self.tokenizer.encode(context)[-(self.max_length - n):]
-        solver = s.solver if s.solver in sample.SOLVERS else "cyclic"
+        solver = s.solver if s.solver in decoding.SOLVERS else "cyclic"
         ids, text = [], ""
-        for (new,) in sample.generate(
+        for (new,) in decoding.generate(
                 self.model, [prompt or [self.tokenizer.eos_id]], n, temperature, solver=solver,
                 passes=s.passes, n_groups=s.n_groups, tol=s.tol, stop_id=self.tokenizer.eos_id,
                 n_ids=self.tokenizer.vocab_size, graph=False):
@@ -621,7 +627,7 @@ def downstream_command(argv: list[str]):
     model, checkpoint = load_model(c.out_dir, device)
     schedule = schedule_of(c, model, dtype)
     tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
-    scorer = Scorer(sample.ready(model, dtype), tokenizer, schedule, c.context, c.batch_size)
+    scorer = Scorer(decoding.ready(model, dtype), tokenizer, schedule, c.context, c.batch_size)
     print(f"{c.out_dir}: {model.config.kv}, {schedule}; {machine(device, dtype)}", flush=True)
     began = time.perf_counter()
     results = run_tasks(scorer, tasks, c.task_dir, c.limit)

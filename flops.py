@@ -157,7 +157,7 @@ def count_flops(config: ModelConfig, block_size: int, mode: str, device: str = "
 
     from torch.utils.flop_counter import FlopCounterMode
 
-    from sample import prefill, step
+    from decoding import prefill, step
 
     with torch.device(device):
         model = build(replace(config, eos_id=None))

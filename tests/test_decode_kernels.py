@@ -8,9 +8,9 @@ from test_kernels import reference
 
 import attention
 import decode_kernels
+import decoding
 import model as plain
 import pool
-import sample
 import train
 from attention import Rows
 from model import rms_norm, rotary_tables, rotate, swiglu
@@ -116,7 +116,7 @@ def test_choose_is_that_of_the_plain_path(how):
     u = torch.rand(3, B, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     u[2, 0] = 0
     count = torch.tensor([2], device=DEVICE)
-    plain = sample.choose(logits, u[2], **how)
+    plain = decoding.choose(logits, u[2], **how)
     assert decode_kernels.choose(logits, u, count, **how).tolist() == plain.tolist()
     logits[3, 5] = logits[4, 0] = torch.nan
     assert (decode_kernels.choose(logits, u, count, **how) == -1).nonzero().tolist() == [[3], [4]]
@@ -154,9 +154,9 @@ def test_steps_equal_the_whole(system, few, monkeypatch):
     if not few:
         monkeypatch.setattr(decode_kernels, "MAX_ROWS", 0)
     zeros = ids.new_zeros(B)
-    part = sample.Part(model, model.embed_tokens(zeros), cache, zeros, zeros, forced, static=True)
+    part = decoding.Part(model, model.embed_tokens(zeros), cache, zeros, zeros, forced, static=True)
     assert (part.fast is not None) == few
-    list(sample.Decoding([part]).tokens(n))
+    list(decoding.Decoding([part]).tokens(n))
     assert part.index.tolist() == [n - 1] * B and part.n.tolist() == [n - 1]
     assert part.start.tolist() == [2 if n > 2 else 0, 0]
     monkeypatch.undo()

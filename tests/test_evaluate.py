@@ -230,7 +230,7 @@ def test_graph_replays_on_new_batches(monkeypatch, tmp_path):
         function()
         return SimpleNamespace(replay=function)
 
-    monkeypatch.setattr(evaluate.sample, "record", record)
+    monkeypatch.setattr(evaluate.decoding, "record", record)
     model = small_model(**BYTES)
     write_tokens(tmp_path / "test.bin", 60)
     windows = Windows(tmp_path / "test.bin", META, 8, 320)
@@ -247,7 +247,7 @@ def test_graph_replays_on_new_batches(monkeypatch, tmp_path):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_graph_on_gpu(tmp_path, kv, dtype):
     model = small_model(dtype=torch.float32, kv=kv, n_embd=64, head_dim=32, n_hidden=64, **BYTES)
-    model = evaluate.sample.ready(model.cuda(), dtype)
+    model = evaluate.decoding.ready(model.cuda(), dtype)
     write_tokens(tmp_path / "test.bin", 1000)
     windows = Windows(tmp_path / "test.bin", META, 128, 320)
     schedule = Schedule("training", 3, 4)
@@ -332,9 +332,10 @@ def test_help(capsys):
 # ---- log-likelihoods of texts
 
 EOS = 256
+TRAINING = Schedule("training")
 
 
-def scorer(schedule=Schedule("training"), dtype=torch.float64, tokenizer=None, **settings):  # noqa: B008
+def scorer(schedule=TRAINING, dtype=torch.float64, tokenizer=None, **settings):
     model = small_model(dtype=dtype, **BYTES)
     return Scorer(model, tokenizer or get_tokenizer("bytes"), schedule, **settings)
 
@@ -541,6 +542,34 @@ def test_downstream_command(folder, harness, capsys):
     assert ["paper:", "WhiteMatter", "k=16", "63.55", "43.28"] in lines
     with pytest.raises(UserError, match="tasks: other: not known to lm_eval, nor in mine"):
         evaluate.main([*argv, "--tasks=other"])
+
+
+class Trap:
+    def __reduce__(self):
+        return print, ("this must never be run",)
+
+
+@pytest.mark.parametrize("command", ("perplexity", "downstream"))
+def test_case_57_checkpoints_that_run_code(folder, harness, capsys, command):
+    torch.save({"model": {}, "trap": Trap()}, folder / "out" / "ckpt.pt")
+    with pytest.raises(UserError, match="something other than tensors and plain values"):
+        evaluate.main([command, "--device=cpu"])
+    assert "never be run" not in capsys.readouterr().out
+
+
+@torch.no_grad()
+def test_evaluation_prepares_no_gradients(folder, monkeypatch):
+    """The loss computes its gradient along the way, unless nothing asks for it."""
+    asked = []
+    plain = evaluate.Decoder.loss
+
+    def loss(self, h, y):
+        asked.append(any(p.requires_grad for p in self.parameters()))
+        return plain(self, h, y)
+
+    monkeypatch.setattr(evaluate.Decoder, "loss", loss)
+    evaluate.main(["perplexity", "--device=cpu"])
+    assert asked == [False]
 
 
 def test_what_the_harness_cannot_do(folder, harness, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from small import random_tokens, small_model
 
+import decoding
 import sample
 import train
 from configurator import UserError
@@ -48,7 +49,7 @@ def run_main(capsys, *argv):
 def collect(model, prompts, n, **how):
     """All new ids of each row."""
     out = [[] for _ in prompts]
-    for ids in sample.generate(model, prompts, n, **{"temperature": 0} | how):
+    for ids in decoding.generate(model, prompts, n, **{"temperature": 0} | how):
         for row, i in zip(out, ids):
             if i is not None:
                 row.append(i)
@@ -96,7 +97,7 @@ def test_choose():
     u = torch.arange(1000) / 1000
 
     def drawn(p=probs, **how):
-        ids = sample.choose(p.log().expand(1000, -1), u, **{"temperature": 1.0} | how)
+        ids = decoding.choose(p.log().expand(1000, -1), u, **{"temperature": 1.0} | how)
         return (torch.bincount(ids, minlength=4) / 1000).tolist()
 
     assert drawn() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.002)
@@ -113,15 +114,16 @@ def test_choose_marks_what_is_not_finite():
     logits = torch.zeros(4, 5)
     logits[0, 1], logits[1, 2], logits[2, 3] = torch.nan, torch.inf, -torch.inf
     for how in (dict(temperature=0), dict(temperature=1), dict(temperature=1, top_p=0.5)):
-        assert (sample.choose(logits, torch.zeros(4), **how) < 0).tolist() == [1, 1, 1, 0]
+        assert (decoding.choose(logits, torch.zeros(4), **how) < 0).tolist() == [1, 1, 1, 0]
 
 
 def test_draws_never_reach_one():
     """Not after the sum of a large vocabulary was rounded either."""
     u = torch.full((3,), 1.0) * (1 - 1e-6)
     logits = torch.randn(3, 50_000, generator=torch.Generator().manual_seed(0))
-    assert (sample.choose(logits, u, 1.0) < 50_000).all()
-    assert 0 <= sample.draws(5, 1000, 4).min() < 0.01 and 0.99 < sample.draws(5, 1000, 4).max() < 1
+    assert (decoding.choose(logits, u, 1.0) < 50_000).all()
+    u = decoding.draws(5, 1000, 4)
+    assert 0 <= u.min() < 0.01 and 0.99 < u.max() < 1
 
 
 def test_a_sample_in_a_batch_equals_a_run_alone(checkpoint):
@@ -213,11 +215,11 @@ def test_case_54_decoding_equals_full_computation(system, static):
         logits.append(x)
         return x.argmax(-1)
 
-    decoding, _ = sample.begin(model, [prompt], 21, greedy, "autoregressive", static=static)
+    steps, _ = decoding.begin(model, [prompt], 21, greedy, "autoregressive", static=static)
     channels = system.get("n_channels", 3)  # (d) k of them, where vanilla has L = 3
-    (part,) = decoding.parts
+    (part,) = steps.parts
     assert part.cache.k.shape == part.cache.v.shape == (channels, 1, 30, 2, 6)
-    ids = [i for (i,) in decoding.tokens(21)]
+    ids = [i for (i,) in steps.tokens(21)]
     full = model.logits(solve(model, torch.tensor([prompt + ids[:-1]])).final)[0, 8:]
     assert (full - torch.cat(logits)).abs().max() < 1e-10  # (a)
     # (b) converged prefill gives the same ids
@@ -237,14 +239,14 @@ def test_static_steps_with_documents(system):
         logits.append(x)
         return next(script)
 
-    decoding, _ = sample.begin(model, prompts, 4, forced, "autoregressive", static=True)
-    new = list(decoding.tokens(4))
+    steps, _ = decoding.begin(model, prompts, 4, forced, "autoregressive", static=True)
+    new = list(steps.tokens(4))
     solve = autoregressive if model.iterates else one_pass
     for b, prompt in enumerate(prompts):
         seq = torch.tensor([prompt + [ids[b] for ids in new][:-1]])
         full = model.logits(solve(model, seq).final)[0, len(prompt) - 1:]
         assert (full - torch.stack(logits, 1)[b]).abs().max() < 1e-10
-    assert decoding.parts[0].index.tolist() == [len(p) + 3 for p in prompts]
+    assert steps.parts[0].index.tolist() == [len(p) + 3 for p in prompts]
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -252,12 +254,12 @@ def test_static_steps_with_documents(system):
 def test_parts_of_a_batch_equal_the_whole(static):
     model = small_model()
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (1, 4, 11, 4, 2)]
-    choice = sample.Choice(sample.draws(3, 9, 5), 1.0, 7, 0.9, 12)
+    choice = decoding.Choice(decoding.draws(3, 9, 5), 1.0, 7, 0.9, 12)
     new = []
     for n in (1, 2, 5):
-        decoding, _ = sample.begin(model, prompts, 9, choice, static=static, n_parts=n)
-        assert [len(p.ids) for p in decoding.parts] == {1: [5], 2: [2, 3], 5: [1] * 5}[n]
-        new.append(list(decoding.tokens(9)))
+        steps, _ = decoding.begin(model, prompts, 9, choice, static=static, n_parts=n)
+        assert [len(p.ids) for p in steps.parts] == {1: [5], 2: [2, 3], 5: [1] * 5}[n]
+        new.append(list(steps.tokens(9)))
     assert new[0] == new[1] == new[2]
 
 
@@ -303,7 +305,7 @@ def test_default_prefill_is_close():
     model = build(ModelConfig(**TINY)).double()
     prompt = random_tokens(1, 30)[0].tolist()
     with torch.no_grad():
-        finals = (sample.prefill(model, torch.tensor([prompt]), how).final
+        finals = (decoding.prefill(model, torch.tensor([prompt]), how).final
                   for how in ("cyclic", "autoregressive"))
         three, exact = (model.logits(h[:, -1]) for h in finals)
     assert (three - exact).abs().max() < 1e-3 * exact.abs().max()
@@ -321,7 +323,7 @@ def test_one_stack_pass_per_token():
         return states(x, rows, cache)
 
     model.states = counted
-    stats = sample.Stats()
+    stats = decoding.Stats()
     assert len(collect(model, [[1] * 16], 50, passes=3, n_groups=4, stats=stats)[0]) == 50
     # the prefill gives the first token, and nobody asks what follows the last
     assert calls == [4] * 12 + [1] * 49
@@ -500,9 +502,9 @@ def decoded(model, cache, ids, context, n, static, kv=None):
         return ids[i.clamp(max=n - 1)]
 
     index, start = torch.tensor([context]), torch.tensor([0])
-    part = sample.Part(model, model.embed_tokens(ids[:1]), cache, index, start, forced, context,
+    part = decoding.Part(model, model.embed_tokens(ids[:1]), cache, index, start, forced, context,
                        static)
-    list(sample.Decoding([part]).tokens(n + 1))
+    list(decoding.Decoding([part]).tokens(n + 1))
     return torch.cat(logits[1:])
 
 
@@ -520,18 +522,18 @@ def test_graph_equals_eager(system, B):
     torch.manual_seed(0)
     sizes = dict(vocab_size=512, eos_id=3, n_layer=4, n_embd=128, n_head=4, n_kv_head=2,
                  head_dim=48, n_hidden=256)
-    model = sample.ready(build(ModelConfig(**sizes, **system)).cuda(), torch.bfloat16)
+    model = decoding.ready(build(ModelConfig(**sizes, **system)).cuda(), torch.bfloat16)
     prompts = [torch.randint(512, (n,)).tolist() for n in torch.randint(1, 60, (B,)).tolist()]
     for temperature in (0.0, 1.0):
-        graph, eager = (list(sample.generate(model, prompts, 20, temperature, graph=g))
+        graph, eager = (list(decoding.generate(model, prompts, 20, temperature, graph=g))
                         for g in (True, False))
         assert graph == eager
-    choice = sample.Choice(sample.draws(0, 9, B).cuda(), 1.0, 50, 0.9, 500)
-    decoding, _ = sample.begin(model, prompts, 9, choice)
-    decoding.step()
+    choice = decoding.Choice(decoding.draws(0, 9, B).cuda(), 1.0, 50, 0.9, 500)
+    steps, _ = decoding.begin(model, prompts, 9, choice)
+    steps.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        decoding.step()
+        steps.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -539,8 +541,8 @@ def test_graph_equals_eager(system, B):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_damaged_weights_in_a_graph():
-    model = sample.ready(build(ModelConfig(**TINY)).cuda(), torch.bfloat16)
-    steps = sample.generate(model, [[1, 2]], 9, 1.0)
+    model = decoding.ready(build(ModelConfig(**TINY)).cuda(), torch.bfloat16)
+    steps = decoding.generate(model, [[1, 2]], 9, 1.0)
     next(steps)
     model.embed.compute[:, 0] = torch.nan
     with pytest.raises(UserError, match="non-finite logits"):

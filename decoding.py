@@ -1,0 +1,362 @@
+"""
+Decoding (section 3.2): prompts are prefilled by a solver, then every token costs one pass of the
+stack on the cache of k channels and one evaluation of the pool.
+
+Dimensions: B rows, T tokens, D width, V vocabulary, C channels, S columns of the cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attention import Cache, is_fast
+from configurator import UserError
+from model import Decoder, set_compute_copies
+from solvers import Report, Solution, autoregressive, cyclic, jacobi, one_pass
+
+try:  # the fast path; Triton comes with PyTorch's CUDA builds
+    import decode_kernels
+except ImportError:
+    decode_kernels = None
+
+SIDE_BY_SIDE = 32  # rows from which on a batch is decoded in two parts at the same time
+SOLVERS = ("cyclic", "jacobi", "autoregressive")
+# --exact ends at these relative residuals: about where rounding takes over
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+# ---- prefill, one token, one choice
+
+
+def ready(model: Decoder, dtype: torch.dtype) -> Decoder:
+    """The model computing in dtype; RoPE and norms still compute in float32."""
+    if model.embed.is_cuda and dtype in (torch.bfloat16, torch.float16):
+        set_compute_copies(model, dtype)  # weights that are used as one lie side by side
+        return model
+    return model.to(dtype)
+
+
+def prefill(model: Decoder, idx: Tensor, solver: str = "cyclic", passes: int = 3,
+            n_groups: int = 8, tol: float | None = None) -> Solution:
+    """States and cache of prompts idx (B, T), right padded: causality keeps padding harmless.
+
+    With `tol`, passes go on until the relative residual is at most tol; T passes are exact.
+    """
+    if not model.iterates:
+        return one_pass(model, idx)
+    if solver == "autoregressive":
+        return autoregressive(model, idx)
+    limits = dict(n_nograd=passes if tol is None else idx.size(1), n_grad=0, tol=tol,
+                  measure=False)
+    if solver == "jacobi":
+        return jacobi(model, idx, **limits)
+    return cyclic(model, idx, n_groups, **limits)
+
+
+def step(model: Decoder, cache: Cache, token: Tensor, index: Tensor, start: Tensor) -> Tensor:
+    """Decode one token per row (section 3.2) and append it to the cache; returns h[L] (B, D).
+
+    token, index, start (B,): its id, its column in the cache, its document's first column.
+    """
+    rows = model.place(index[:, None], index[:, None], start[:, None])
+    h = model.states(model.embed_tokens(token[:, None]), rows, cache)
+    if model.iterates:  # other systems write their keys and values on the way up
+        model.store(h, rows, cache)
+    return h[-1][:, 0]
+
+
+def next_start(model: Decoder, token: Tensor, index: Tensor, start: Tensor) -> Tensor:
+    """Document start of the token after `token` (B,), which stands at column `index`."""
+    eos_id = model.config.eos_id
+    return start if eos_id is None else torch.where(token == eos_id, index + 1, start)
+
+
+def fast_steps(model: Decoder, cache: Cache, like: Tensor):
+    """`decode_kernels.Steps` on a cache of fixed size, if they serve states like these, or None."""
+    if decode_kernels is None or not decode_kernels.serve(model, like):
+        return None
+    return decode_kernels.Steps(model, cache)
+
+
+def move_on(model: Decoder, cache: Cache, fast, token: Tensor, index: Tensor, start: Tensor,
+            count: Tensor) -> Tensor:
+    """A step, by `fast` or as it stands above; index, start and count are the next token's then."""
+    if fast is not None:
+        return fast(token, index, start, count)
+    h = step(model, cache, token, index, start)
+    start.copy_(next_start(model, token, index, start))
+    index += 1
+    count += 1
+    return h
+
+
+def choose(logits: Tensor, u: Tensor, temperature: float, top_k: int | None = None,
+           top_p: float = 1.0) -> Tensor:
+    """Draw an id (B,) from each row of logits (B, V), by one number u (B,) in [0, 1) for each.
+
+    Where a row has a logit that is not finite, the id is -1. Nothing here waits for the device.
+    """
+    logits = logits.float()
+    finite = logits.sum(-1).isfinite()
+    if temperature < 1e-6:  # 0; and below this a division would overflow
+        ids = logits.argmax(-1)
+    else:
+        order, n_ids = None, logits.size(-1)
+        if top_k or top_p < 1:
+            logits, order = logits.topk(min(top_k or n_ids, n_ids))
+        probs = (logits / temperature).softmax(-1)
+        total = probs.cumsum(-1)
+        mass = total[:, -1]
+        if top_p < 1:  # up to the token that completes it: the likeliest always stays
+            mass = torch.where(total - probs < top_p, total, 0).amax(-1)
+        ids = (total <= (u * mass)[:, None]).sum(-1)
+        if order is not None:
+            ids = order.gather(-1, ids[:, None])[:, 0]
+    return torch.where(finite, ids, -1)
+
+
+@dataclass
+class Choice:
+    """How tokens are drawn: the settings of `choose`, and all random numbers beforehand."""
+
+    u: Tensor  # (n, B), a row for each token
+    temperature: float
+    top_k: int | None
+    top_p: float
+    n_ids: int | None  # ids from here on (padding of the vocabulary) are never drawn
+
+    def of(self, rows: slice) -> Choice:
+        return replace(self, u=self.u[:, rows].contiguous())
+
+    def __call__(self, logits: Tensor, n: Tensor) -> Tensor:
+        """The n-th ids (B,), n (1,), from logits (B, V)."""
+        if decode_kernels is not None and is_fast(logits) and (self.temperature < 1e-6
+                                                               or self.top_k):
+            greedy = self.temperature < 1e-6
+            return decode_kernels.choose(logits[:, :self.n_ids], self.u, n,
+                                         1.0 if greedy else self.temperature,
+                                         1 if greedy else self.top_k, self.top_p)
+        u = self.u.index_select(0, n)[0]
+        return choose(logits[:, :self.n_ids], u, self.temperature, self.top_k, self.top_p)
+
+
+def draws(seed: int, n_tokens: int, n_rows: int) -> Tensor:
+    """Numbers (n_tokens, n_rows) in [0, 1), the same on every device; row i has seed + i."""
+    rows = [torch.rand(n_tokens, generator=torch.Generator().manual_seed(seed + i))
+            for i in range(n_rows)]
+    return torch.stack(rows, 1) * (1 - 1e-6)  # so that no rounding reaches 1
+
+
+# ---- generation
+
+
+@dataclass
+class Stats:
+    """What `generate` did; the first token of each sample belongs to the prefill."""
+
+    report: Report | None = None  # of the prefill's solver
+    prefill_tokens: int = 0  # every prompt is prefilled once, however many samples it has
+    prefill_seconds: float = 0.0
+    capture_seconds: float = 0.0  # to record the CUDA graph, if there is one
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0  # as the clock on the wall: with what the caller does meanwhile
+
+
+def record(function: Callable, undo: Callable = lambda: None) -> torch.cuda.CUDAGraph:
+    """function() as a CUDA graph, after two calls that compile its kernels, each undone."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function()
+            undo()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        function()
+    return graph
+
+
+class Part:
+    """Rows in the middle of being decoded: their cache, and what a step needs and renews.
+
+    A step changes tensors in place, no shape, and waits for nothing. Attention knows from the
+    device which columns to read; unless `static`, it gets a view up to the newest column.
+    """
+
+    def __init__(self, model: Decoder, h: Tensor, cache: Cache, index: Tensor, start: Tensor,
+                 choice: Callable[[Tensor, Tensor], Tensor], filled: int = 0,
+                 static: bool | None = None):
+        """h (B, D), final states of the last tokens, yield the first ids; these will stand at
+        columns index (B,) < filled + 1 of documents that begin at start (B,)."""
+        self.model, self.cache, self.choice = model, cache, choice
+        self.fast = fast_steps(model, cache, h)
+        self.logits = model.logits if self.fast is None else self.fast.logits
+        self.index, self.start = index.clone(), start.clone()
+        self.n = torch.zeros(1, dtype=torch.long, device=h.device)  # ids chosen before
+        ids = self.choice(self.logits(h), self.n)
+        self.ids = ids.clone(memory_format=torch.contiguous_format)
+        self.filled, self.static = filled, h.is_cuda if static is None else static
+
+    def step(self):
+        """Run the newest ids through the model and choose the next."""
+        token = self.ids.clamp(min=0)  # a mark of bad logits is no token
+        h = move_on(self.model, self.visible(), self.fast, token, self.index, self.start, self.n)
+        self.ids.copy_(self.choice(self.logits(h), self.n))
+
+    def visible(self) -> Cache:
+        """The cache; where there is no need for a fixed size, up to the newest column."""
+        if self.static:
+            return self.cache
+        self.filled += 1
+        return Cache(self.cache.k[:, :, :self.filled], self.cache.v[:, :, :self.filled],
+                     self.cache.sink, self.cache.weights)
+
+
+class Decoding:
+    """Steps of one or several parts of a batch; on CUDA recorded once, as a CUDA graph.
+
+    Several parts step side by side, on streams of their own: while one reads its keys and values,
+    which keeps the memory busy, another has its many small kernels.
+    """
+
+    def __init__(self, parts: list[Part]):
+        self.parts, self.graph = parts, None
+        self.static = parts[0].static
+        self.streams = [torch.cuda.Stream() for p in parts[1:] if p.ids.is_cuda]
+
+    def step(self):
+        for stream, part in zip(self.streams, self.parts[1:]):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                part.step()
+        for part in self.parts[:1] if self.streams else self.parts:
+            part.step()
+        for stream in self.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def capture(self):
+        """Record a step as a CUDA graph; nothing has changed afterwards."""
+        state = [t for p in self.parts for t in (p.ids, p.index, p.start, p.n)]
+        saved = [t.clone() for t in state]
+
+        def undo():
+            for t, before in zip(state, saved):
+                t.copy_(before)
+
+        self.graph = record(self.step, undo)
+
+    def advance(self):
+        if self.graph is None:
+            self.step()
+        else:
+            self.graph.replay()
+
+    def fetch(self) -> Callable[[], list[int]]:
+        """Have the newest ids copied to the host; call the result to wait for them."""
+        ids = torch.cat([p.ids for p in self.parts])
+        if not ids.is_cuda:
+            return ids.tolist
+        copy, done = ids.to("cpu", non_blocking=True), torch.cuda.Event()
+        done.record()
+
+        def wait() -> list[int]:
+            done.synchronize()
+            return copy.tolist()
+
+        return wait
+
+    def tokens(self, n: int) -> Iterator[list[int]]:
+        """The next n ids of every row; where it can, the device is a step ahead of the caller."""
+        waiting = deque([self.fetch()])
+        for _ in range(1, n):
+            if self.static:
+                self.advance()
+                waiting.append(self.fetch())
+            yield waiting.popleft()()
+            if not self.static:
+                self.advance()
+                waiting.append(self.fetch())
+        yield waiting.popleft()()
+
+
+@torch.no_grad()
+def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
+             temperature: float = 0.8, top_k: int | None = None, top_p: float = 1.0,
+             seed: int = 1337, solver: str = "cyclic", passes: int = 3, n_groups: int = 8,
+             tol: float | None = None, stop_id: int | None = None, n_ids: int | None = None,
+             graph: bool = True, stats: Stats | None = None) -> Iterator[list[int | None]]:
+    """Continue a batch of prompts (token ids, each at least one, of any lengths).
+
+    Yields, step by step, one new id per row; None for a row that has ended. A row ends at
+    `stop_id`, which is not part of the result; the generator ends when all rows have. Ids from
+    `n_ids` on are never drawn. `stats` is filled along the way. Raises UserError if a logit is
+    not finite.
+    """
+    stats = stats or Stats()
+    if max_new_tokens < 1:
+        return
+    began = time.perf_counter()
+    u = draws(seed, max_new_tokens, len(prompts)).to(model.embed.device)
+    decoding, stats.report = begin(model, prompts, max_new_tokens,
+                                   Choice(u, temperature, top_k, top_p, n_ids),
+                                   solver, passes, n_groups, tol)
+    decoding.fetch()()  # waits for the device, so that the times are true
+    stats.prefill_tokens = sum(map(len, {tuple(p) for p in prompts}))
+    stats.prefill_seconds = time.perf_counter() - began
+    if graph and decoding.static and max_new_tokens > 1:
+        decoding.capture()
+        stats.capture_seconds = time.perf_counter() - began - stats.prefill_seconds
+    began, alive = time.perf_counter(), [True] * len(prompts)
+    for n, ids in enumerate(decoding.tokens(max_new_tokens)):
+        if min(ids) < 0:
+            raise UserError("non-finite logits (NaN or infinity): the checkpoint's weights are "
+                            "damaged, or its training diverged")
+        alive = [a and i != stop_id for a, i in zip(alive, ids)]
+        if n:
+            stats.decode_tokens += sum(alive)
+            stats.decode_seconds = time.perf_counter() - began
+        if not any(alive):
+            return
+        yield [i if a else None for a, i in zip(alive, ids)]
+
+
+def begin(model: Decoder, prompts: list[list[int]], max_new_tokens: int, choice: Callable,
+          *how, static: bool | None = None,
+          n_parts: int | None = None) -> tuple[Decoding, Report]:
+    """Prefill the prompts, each different one once, into caches with room for all new tokens."""
+    device = model.embed.device
+    place = {tuple(p): i for i, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    which = torch.tensor([place[tuple(p)] for p in prompts], device=device)
+    lengths = torch.tensor([len(p) for p in place], device=device)
+    longest = max(map(len, place))
+    idx = torch.tensor([[*p] + [0] * (longest - len(p)) for p in place], device=device)
+    solution = prefill(model, idx, *how)
+    rows, last = torch.arange(len(place), device=device), lengths - 1
+    h = solution.final[rows, last]
+    start = model.document_starts(idx)[rows, last]
+    start = next_start(model, idx[rows, last], last, start)
+    parts = []
+    for rows in split(len(prompts), n_parts if n_parts else parts_of(len(prompts), device)):
+        of = which[rows]
+        cache = model.new_cache(len(of), longest + max_new_tokens, like=h)
+        cache.put(slice(0, longest), solution.cache.k[:, of], solution.cache.v[:, of])
+        parts.append(Part(model, h[of], cache, lengths[of], start[of], choice.of(rows)
+                          if len(of) < len(prompts) else choice, longest, static))
+    return Decoding(parts), solution.report
+
+
+def parts_of(B: int, device: torch.device) -> int:
+    """How many parts of B rows step side by side."""
+    return 2 if device.type == "cuda" and B >= SIDE_BY_SIDE else 1
+
+
+def split(B: int, n: int) -> list[slice]:
+    """B rows in n parts, as equal as they can be."""
+    ends = [B * i // n for i in range(n + 1)]
+    return [slice(a, b) for a, b in zip(ends, ends[1:])]
