@@ -100,7 +100,8 @@ def pick_kernel(values, order, u, count, ids, B, temperature, top_p, K: tl.const
     at = tl.minimum(tl.sum((total <= target).to(tl.int32), 0), tl.sum(kept.to(tl.int32), 0) - 1)
     token = tl.load(order + b * K + tl.maximum(at, 0))
     # NaN is the largest of all for topk, and the head's product makes NaN of all infinities
-    bad = tl.sum(((x != x) & (j < K)).to(tl.int32), 0) > 0
+    finite = (tl.abs(x) < float("inf")) | (j >= K)
+    bad = tl.sum(finite.to(tl.int32), 0) < BLOCK
     tl.store(ids + b, tl.where(bad, -1, token))
 
 

@@ -309,7 +309,7 @@ def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
     decoding.fetch()()  # waits for the device, so that the times are true
     stats.prefill_tokens = sum(map(len, {tuple(p) for p in prompts}))
     stats.prefill_seconds = time.perf_counter() - began
-    if graph and decoding.static and max_new_tokens > 1:
+    if graph and decoding.static and max_new_tokens > 8:  # recording takes about so many steps
         decoding.capture()
         stats.capture_seconds = time.perf_counter() - began - stats.prefill_seconds
     began, alive = time.perf_counter(), [True] * len(prompts)

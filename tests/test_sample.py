@@ -73,7 +73,7 @@ def scripted(*rows):
 # ---- case 49: temperature
 
 
-def test_greedy(checkpoint, capsys):
+def test_case_49_greedy(checkpoint, capsys):
     def text(*argv):
         return run_main(capsys, f"out_dir={checkpoint}", "max_new_tokens=20", *argv).out
 
@@ -87,7 +87,7 @@ def test_greedy(checkpoint, capsys):
 @pytest.mark.parametrize("bad", ["temperature=-1", "temperature=nan", "top_k=-1", "top_p=0",
                                  "top_p=1.5", "num_samples=0", "max_new_tokens=-1", "passes=0",
                                  "solver=newton", "start=FILE:/no/such/file", "n_groups=0"])
-def test_bad_values(checkpoint, bad):
+def test_case_49_bad_values(checkpoint, bad):
     with pytest.raises(UserError, match=bad.split("=")[0]):
         sample.main([f"--out_dir={checkpoint}", f"--{bad}"])
 
@@ -142,7 +142,7 @@ def test_a_sample_in_a_batch_equals_a_run_alone(checkpoint):
 
 @pytest.mark.parametrize("prompt, new", [(1, 1), (31, 1), (32, 1), (33, 1), (100, 1), (10, 21),
                                          (10, 22), (10, 23), (10, 40)])
-def test_beyond_the_context(checkpoint, capsys, prompt, new):
+def test_case_51_beyond_the_context(checkpoint, capsys, prompt, new):
     read = run_main(capsys, f"out_dir={checkpoint}", "ignore_eos=true", f"start={'a' * prompt}",
                     f"max_new_tokens={new}")
     assert read.out.startswith("a" * prompt)
@@ -151,14 +151,14 @@ def test_beyond_the_context(checkpoint, capsys, prompt, new):
     assert len(collect(model, [[97] * prompt], new)[0]) == new
 
 
-def test_no_new_tokens(checkpoint, capsys):
+def test_case_51_no_new_tokens(checkpoint, capsys):
     assert run_main(capsys, f"out_dir={checkpoint}", "start=abc", "max_new_tokens=0").out == "abc\n"
 
 
 # ---- case 53: stopping
 
 
-def test_stops_at_eos():
+def test_case_53_stops_at_eos():
     a, b, eos, c = 97, 98, 256, 99
     assert collect(scripted([a, b, eos, c]), [[1]], 4, stop_id=eos) == [[a, b]]
     assert collect(scripted([a, b, eos, c]), [[1]], 4) == [[a, b, eos, c]]
@@ -264,7 +264,7 @@ def test_parts_of_a_batch_equal_the_whole(static):
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
-def test_batch_equals_each_alone(system):
+def test_case_54_batch_equals_each_alone(system):
     """(e) Prompts of different lengths, a document's end inside and at the end of one."""
     model = small_model(**system)
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (1, 4, 11)]
@@ -294,7 +294,7 @@ def test_documents_go_on_while_decoding():
     assert (full - torch.cat(seen)).abs().max() < 1e-10
 
 
-def test_default_prefill_is_close():
+def test_case_54_default_prefill_is_close():
     """(c) Three cyclic passes are no exact prefill: at the paper's initialisation nearly one.
 
     With the random weights of small.py (k = 1, 2, 3; four seeds each) the largest difference of
@@ -314,7 +314,7 @@ def test_default_prefill_is_close():
 # ---- case 55: one pass of the stack per token
 
 
-def test_one_stack_pass_per_token():
+def test_case_55_one_stack_pass_per_token():
     model = small_model()
     calls, states = [], model.states
 
@@ -331,10 +331,24 @@ def test_one_stack_pass_per_token():
     assert stats.decode_tokens == 49 and stats.report.passes == 3
 
 
+def test_case_55_time_is_linear():
+    """Four times the tokens take less than six times as long; and the speed is known."""
+    model = build(ModelConfig(**TINY))
+
+    def seconds(n):
+        stats = decoding.Stats()
+        collect(model, [[1, 2, 3]], n, stats=stats)
+        assert stats.decode_tokens == n - 1
+        return stats.decode_seconds
+
+    few, many = (min(seconds(n) for _ in range(3)) for n in (100, 400))
+    assert many < 6 * few
+
+
 # ---- case 58: ids and bytes that cannot be printed
 
 
-def test_padded_vocabulary(tmp_path, capsys):
+def test_case_58_padded_vocabulary(tmp_path, capsys):
     """(a) Id 300 would be the likeliest, but the tokenizer has 257 ids."""
     torch.manual_seed(0)
     model = build(ModelConfig(**TINY))
@@ -348,7 +362,7 @@ def test_padded_vocabulary(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("cut, ending", [(0, "né🙂"), (2, "né\ufffd")])
-def test_characters_that_span_tokens(cut, ending):
+def test_case_58_characters_that_span_tokens(cut, ending):
     data = "né🙂".encode()
     out = io.StringIO()
     printer = sample.Printer(get_tokenizer("bytes"), [""], out=out)
@@ -368,7 +382,7 @@ def test_samples_are_printed_one_after_the_other():
     assert out.getvalue() == "--- sample 1 of 2 ---\n>ab\n--- sample 2 of 2 ---\n>cde\n"
 
 
-def test_damaged_weights(tmp_path):
+def test_case_58_damaged_weights(tmp_path):
     """(c)"""
     model = build(ModelConfig(**TINY))
     with torch.no_grad():
@@ -378,7 +392,7 @@ def test_damaged_weights(tmp_path):
         sample.main([f"--out_dir={path}", "--max_new_tokens=3", "--device=cpu"])
 
 
-def test_ascii_terminal(checkpoint, monkeypatch):
+def test_case_58_ascii_terminal(checkpoint, monkeypatch):
     """(d)"""
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
