@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -30,11 +31,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import decoding
-import sample
 from configurator import UserError, key, parse, run
 from convergence import PassLosses
 from dataset import load_meta
+from decoding import SOLVERS, TOLERANCE, generate, ready, record
 from model import Decoder, upcast
 from solvers import Report, Solution, autoregressive, cyclic, jacobi, solve
 from timing import check, device_name, machine, write_json
@@ -82,7 +82,7 @@ class Schedule:
 
 def frozen(model: Decoder, dtype: torch.dtype) -> Decoder:
     """The model computing in dtype, and without gradients, which its loss would else prepare."""
-    return sample.ready(model, dtype).requires_grad_(False)
+    return ready(model, dtype).requires_grad_(False)
 
 
 def schedule_of(c, model: Decoder, dtype: torch.dtype) -> Schedule:
@@ -90,14 +90,14 @@ def schedule_of(c, model: Decoder, dtype: torch.dtype) -> Schedule:
 
     What is not set is as in training. A model that needs no iteration takes its one pass.
     """
-    if c.solver not in (None, *decoding.SOLVERS):
-        raise UserError(f"solver={c.solver}: choose one of {', '.join(decoding.SOLVERS)}")
+    if c.solver not in (None, *SOLVERS):
+        raise UserError(f"solver={c.solver}: choose one of {', '.join(SOLVERS)}")
     if c.tol is not None and not c.tol > 0:
         raise UserError(f"tol={c.tol}: a number above 0 is needed")
     mc = model.config
     if not model.iterates:
         return Schedule("one pass")
-    tol = decoding.TOLERANCE[dtype] if c.exact and c.tol is None else c.tol
+    tol = TOLERANCE[dtype] if c.exact and c.tol is None else c.tol
     passes = mc.n_nograd + mc.n_grad if c.passes is None else c.passes
     groups = mc.n_groups if c.n_groups is None else c.n_groups
     if (c.solver, c.passes, c.n_groups, tol) == (None,) * 4:
@@ -210,7 +210,7 @@ class Graph:
         """What function(x, y) returns; overwritten by the next call."""
         if self.graph is None:
             self.x, self.y = x.clone(), y.clone()
-            self.graph = decoding.record(self.run)
+            self.graph = record(self.run)
         self.x.copy_(x)
         self.y.copy_(y)
         self.graph.replay()
@@ -290,7 +290,7 @@ def perplexity_command(argv: list[str]):
                         "schedules to compare")
     schedule = None if study else schedule_of(c, model, dtype)
     path, windows = load_windows(c, model, checkpoint)
-    model = decoding.ready(model, dtype)
+    model = frozen(model, dtype)
     if device.startswith("cuda"):
         compile_pieces()
     step = checkpoint.get("step")
@@ -442,7 +442,7 @@ class Scorer:
                 totals[i] += nats
                 greedy[i] &= likeliest
             if time.perf_counter() - shown > 30:
-                sample.remark(f"{n + len(batch):,} of {len(work):,} rows")
+                print(f"{n + len(batch):,} of {len(work):,} rows", file=sys.stderr, flush=True)
                 shown = time.perf_counter()
         return list(zip(totals, greedy))
 
@@ -473,9 +473,9 @@ class Scorer:
         """Continue a context (its end, if it is too long) up to EOS or one of some texts."""
         s, n = self.schedule, min(max_new_tokens, self.max_length - 1)
         prompt = self.tokenizer.encode(context)[-(self.max_length - n):]
-        solver = s.solver if s.solver in decoding.SOLVERS else "cyclic"
+        solver = s.solver if s.solver in SOLVERS else "cyclic"
         ids, text = [], ""
-        for (new,) in decoding.generate(
+        for (new,) in generate(
                 self.model, [prompt or [self.tokenizer.eos_id]], n, temperature, solver=solver,
                 passes=s.passes, n_groups=s.n_groups, tol=s.tol, stop_id=self.tokenizer.eos_id,
                 n_ids=self.tokenizer.vocab_size, graph=False):
@@ -627,7 +627,7 @@ def downstream_command(argv: list[str]):
     model, checkpoint = load_model(c.out_dir, device)
     schedule = schedule_of(c, model, dtype)
     tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
-    scorer = Scorer(decoding.ready(model, dtype), tokenizer, schedule, c.context, c.batch_size)
+    scorer = Scorer(frozen(model, dtype), tokenizer, schedule, c.context, c.batch_size)
     print(f"{c.out_dir}: {model.config.kv}, {schedule}; {machine(device, dtype)}", flush=True)
     began = time.perf_counter()
     results = run_tasks(scorer, tasks, c.task_dir, c.limit)

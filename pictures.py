@@ -23,10 +23,11 @@ from torch import Tensor
 
 from configurator import UserError, key, parse, run
 from dataset import load_meta
+from decoding import TOLERANCE
 from evaluate import Schedule, Windows
 from model import Decoder, rms_norm
 from pool import scale
-from sample import TOLERANCE, read_text
+from sample import read_text
 from tokenizer import Tokenizer, get_tokenizer
 from train import load_checkpoint, load_model, pick_device
 
@@ -492,8 +493,9 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
 def read_connectome(c: ConnectomeConfig, model: Decoder, rows: list[list[int]]) -> Connectome:
     """Run the model over the rows, one by one; a pool with a static router is welcome, too."""
     mc, device = model.config, model.embed.device
-    schedule = Schedule("cyclic", mc.n_nograd + mc.n_grad, mc.n_groups,
-                        TOLERANCE[torch.float32] if c.exact else None)
+    schedule = Schedule("training")
+    if c.exact and model.iterates:
+        schedule = Schedule("cyclic", 1, mc.n_groups, TOLERANCE[torch.float32])
     alpha = [mixing_weights(model, torch.tensor([row], device=device), schedule)[:, 0].cpu()
              for row in rows]
     return Connectome(torch.cat(alpha, 1).float(), [i for row in rows for i in row])

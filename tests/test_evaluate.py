@@ -230,7 +230,7 @@ def test_graph_replays_on_new_batches(monkeypatch, tmp_path):
         function()
         return SimpleNamespace(replay=function)
 
-    monkeypatch.setattr(evaluate.decoding, "record", record)
+    monkeypatch.setattr(evaluate, "record", record)
     model = small_model(**BYTES)
     write_tokens(tmp_path / "test.bin", 60)
     windows = Windows(tmp_path / "test.bin", META, 8, 320)
@@ -247,7 +247,7 @@ def test_graph_replays_on_new_batches(monkeypatch, tmp_path):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_graph_on_gpu(tmp_path, kv, dtype):
     model = small_model(dtype=torch.float32, kv=kv, n_embd=64, head_dim=32, n_hidden=64, **BYTES)
-    model = evaluate.decoding.ready(model.cuda(), dtype)
+    model = evaluate.frozen(model.cuda(), dtype)
     write_tokens(tmp_path / "test.bin", 1000)
     windows = Windows(tmp_path / "test.bin", META, 128, 320)
     schedule = Schedule("training", 3, 4)
