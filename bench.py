@@ -289,6 +289,10 @@ KINDS = (
 )
 
 
+def kind_of(name: str) -> str:
+    return next(kind for kind, names in KINDS if re.search(names, name, re.IGNORECASE))
+
+
 def kernel_times(function: Callable, device: str) -> dict[str, tuple[float, int]]:
     """Milliseconds and number of kernels of one call, by kind."""
     from torch.autograd import DeviceType
@@ -304,7 +308,7 @@ def kernel_times(function: Callable, device: str) -> dict[str, tuple[float, int]
         if (event.device_type == DeviceType.CPU) == on_cuda:
             continue
         us = event.self_device_time_total if on_cuda else event.self_cpu_time_total
-        kind = next(kind for kind, names in KINDS if re.search(names, event.key, re.IGNORECASE))
+        kind = kind_of(event.key)
         table[kind] = table[kind][0] + us / 1e3, table[kind][1] + event.count
     total = [sum(column) for column in zip(*table.values())]
     return dict(sorted(table.items(), key=lambda row: -row[1][0])) | {"sum": tuple(total)}

@@ -216,7 +216,7 @@ SIZES = ["--vocab_size=64", "--n_layer=2", "--n_embd=16", "--n_head=2", "--n_kv_
 
 def test_case_64_train_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", None)  # must not be called
-    bench.main(["train", *SIZES, "--batch_size=2", "--block_size=16", "--document=5", "--profile",
+    bench.main(["train", *SIZES, "--batch_size=2", "--block_size=16", "--document=5",
                 f"--json={tmp_path}/r.json"])
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["device"] == "cpu" and not result["cuda_graph"] and result["peak_flops"] is None
@@ -228,15 +228,34 @@ def test_case_64_train_command(tmp_path, capsys, monkeypatch):
         assert r["micro_step"]["tokens_per_second"] == pytest.approx(
             32 / r["micro_step"]["median_seconds"])
         assert r["mfu"] is None and r["peak_bytes"] is None and 0 < r["optimizer_share"] < 1
-        for kind in ("attention", "matrix products"):
-            assert r["kernels"][kind][1] > 0
-        assert sum(n for _, n in r["kernels"].values()) == 2 * r["kernels"]["sum"][1]
+        assert r["kernels"] is None
     assert k2["ratio"] == pytest.approx(k2["micro_step"]["median_seconds"]
                                         / vanilla["micro_step"]["median_seconds"])
     assert k2["flops_per_token"] == flops_per_token(
         ModelConfig(vocab_size=64, n_layer=2, n_embd=16, n_head=2, n_kv_head=1, head_dim=8,
                     n_hidden=24, n_channels=2), 16, "training", head=True)
     assert "n/a" in capsys.readouterr().out
+
+
+def test_profile(capsys):
+    bench.main(["train", *SIZES, "--batch_size=1", "--block_size=8", "--systems=vanilla",
+                "--profile"])
+    rows = [line.rsplit(None, 2) for line in capsys.readouterr().out.splitlines()[-8:]]
+    table = {kind.strip(): int(count) for kind, _, count in rows}
+    assert set(table) == {kind for kind, _ in bench.KINDS} | {"sum"}
+    assert table["attention"] > 0 and table["matrix products"] > 0 and table["pool"] == 0
+    assert sum(table.values()) == 2 * table["sum"]
+
+
+@pytest.mark.parametrize("name, kind", (
+    ("forward_kernel", "attention"), ("add_norm_kernel", "norms and residuals"),
+    ("store_kernel", "pool"), ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>",
+                               "matrix products"),
+    ("nvjet_tst_128x64_64x10_1x2_h_bz_coopA_TNT", "matrix products"),
+    ("Memcpy DtoD (Device -> Device)", "copies"), ("triton_poi_fused_silu", "other element-wise"),
+    ("triton_red_fused_logsumexp_sum_where", "cross-entropy")))
+def test_kinds_of_kernels(name, kind):
+    assert bench.kind_of(name) == kind
 
 
 def test_case_33_peak_by_name(monkeypatch):
