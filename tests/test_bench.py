@@ -241,7 +241,7 @@ def test_profile(capsys):
     bench.main(["train", *SIZES, "--batch_size=1", "--block_size=8", "--systems=vanilla",
                 "--profile"])
     rows = [line.rsplit(None, 2) for line in capsys.readouterr().out.splitlines()[-8:]]
-    table = {kind.strip(): int(count) for kind, _, count in rows}
+    table = {kind.strip(): int(count.replace(",", "")) for kind, _, count in rows}
     assert set(table) == {kind for kind, _ in bench.KINDS} | {"sum"}
     assert table["attention"] > 0 and table["matrix products"] > 0 and table["pool"] == 0
     assert sum(table.values()) == 2 * table["sum"]
