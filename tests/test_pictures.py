@@ -10,13 +10,14 @@ import pytest
 import torch
 from small import random_tokens, small_model
 
+import bench
 import pictures
 from configurator import UserError, run
 from evaluate import Schedule
 from pictures import Connectome, Curve, CurvesConfig
 from solvers import cyclic
 from tokenizer import get_tokenizer
-from train import save_checkpoint
+from train import Log, save_checkpoint
 
 BYTES = dict(vocab_size=320, eos_id=256, n_groups=4)
 META = {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256, "dtype": "uint16", "tokens": {}}
@@ -333,6 +334,27 @@ def test_report_shows_the_end_of_a_document(capsys):
     alpha[:, 1] = 1.0
     pictures.report(Connectome(alpha, [104, 256, 105]), get_tokenizer("bytes"), 1)
     assert "h[end of document]i" in capsys.readouterr().out
+
+
+# ---- what the other scripts write
+
+def test_the_columns_are_those_of_the_log():
+    assert HEAD.strip().split(",") == list(Log.columns)
+
+
+def test_convergence_of_what_bench_writes(checkpoint, figures):
+    bench.main(["prefill", "--out_dir=wm", "--rows=2", "--batch_size=2", "--trials=1",
+                "--warmups=1", "--block_size=6", "--device=cpu", "--json=p.json"])
+    written = json.loads((checkpoint / "p.json").read_text())
+    pictures.main(["convergence", "--json=p.json"])
+    passes, times, off = figures[0].axes
+    reached = [s for s in written["schedules"] if s["passes"] is not None]
+    assert passes.get_lines()[0].get_ydata().tolist() == [s["passes"] for s in reached]
+    assert times.get_lines()[0].get_ydata() == pytest.approx(
+        [1e3 * s["seconds_per_sequence"] for s in reached])
+    assert [t.get_text() for t in times.get_xticklabels()][:3] == ["Jacobi", "2", "4"]
+    assert off.get_lines()[0].get_ydata()[0] == pytest.approx(100 * abs(
+        written["schedules"][0]["perplexities"][0] / written["exact_perplexity"] - 1))
 
 
 # ---- bad input
