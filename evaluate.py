@@ -288,6 +288,8 @@ def perplexity_command(argv: list[str]):
     if study and not model.iterates:
         raise UserError(f"solver=paper: kv={model.config.kv} is exact in one pass, there are no "
                         "schedules to compare")
+    if study and (c.exact or c.tol is not None):
+        raise UserError("solver=paper has schedules of its own: without exact and tol")
     schedule = None if study else schedule_of(c, model, dtype)
     path, windows = load_windows(c, model, checkpoint)
     model = frozen(model, dtype)
@@ -411,7 +413,7 @@ class Scorer:
     def encode(self, context: str, continuation: str) -> tuple[list[int], int]:
         """Ids of both together, and the index of the continuation's first."""
         start = context.rstrip()
-        ids = self.tokenizer.encode(start + context[len(start):] + continuation)
+        ids = self.tokenizer.encode(context + continuation)
         first = len(self.tokenizer.encode(start))
         if len(start) < len(context + continuation):
             first = min(first, len(ids) - 1)  # a token can span the cut
@@ -431,7 +433,7 @@ class Scorer:
     def score(self, requests: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """Log-probability of ids[first:] given ids[:first], and whether each is the likeliest."""
         work = [(i, *piece) for i, (ids, first) in enumerate(requests)
-                for piece in pieces(len(ids), first, self.max_length) if first < len(ids)]
+                for piece in pieces(len(ids), first, self.max_length)]
         work.sort(key=lambda w: w[1] - w[3])  # rows of like length together, the longest first
         totals, greedy = [0.0] * len(requests), [True] * len(requests)
         shown = time.perf_counter()

@@ -277,6 +277,7 @@ def damage(folder, **changes):
     (["perplexity", "--passes=0"], "passes=0: at least 1"),
     (["perplexity", "--tol=0"], "tol=0.0: a number above 0"),
     (["perplexity", "--tol=nan"], "tol=nan: a number above 0"),
+    (["perplexity", "--solver=paper", "--exact"], "solver=paper has schedules of its own"),
     (["perplexity", "--pases=2"], "did you mean passes"),
     (["perplexity", "--json=no/such/file"], "there is no such folder"),
     (["downstream", "--context=1"], "context=1: at least 2"),
