@@ -440,6 +440,11 @@ def test_greedy_is_the_likeliest_continuation():
     other = [*ids[:-2], (ids[-2] + 1) % 256, ids[-1]]
     (_, greedy), (_, not_greedy) = s.score([(ids, 3), (other, 3)])
     assert greedy and not not_greedy
+    # in pieces of 4: the last one alone is greedy
+    s.max_length, ids = 4, [*b"Theory"]
+    logits = s.model.logits(solve(s.model, torch.tensor([ids[2:]])).final)[0, -1]
+    (_, last), (_, both) = s.score([(ids + [logits.argmax().item()], first) for first in (6, 2)])
+    assert last and not both
 
 
 def test_pieces_are_those_of_the_harness():
@@ -486,10 +491,16 @@ def test_generate_until():
     assert s.generate_until("The s", [], 6) == text
     stop = text[2:4]
     assert s.generate_until("The s", ["never this", stop], 6) == text.partition(stop)[0]
-    # room for the new tokens: of 20, 14 are left to the context's end
-    long = "0123456789abcdefghij"
-    assert s.generate_until(long, [], 6) == s.generate_until(long[-14:], [], 6)
-    assert isinstance(s.generate_until("", [], 2), str)
+
+
+def test_room_for_new_tokens(monkeypatch):
+    """Of 20 tokens, 14 are left to the end of the context; without one it is EOS."""
+    prompts, s = [], scorer(max_length=20)
+    monkeypatch.setattr(evaluate, "generate", lambda model, p, n, *_, **__: prompts.append(
+        (*p, n)) or [])
+    for context, n in (("0123456789abcdefghij", 6), ("short", 6), ("", 6), ("xyz", 99)):
+        s.generate_until(context, [], n)
+    assert prompts == [([*b"6789abcdefghij"], 6), ([*b"short"], 6), ([EOS], 6), ([*b"z"], 19)]
 
 
 # ---- the harness

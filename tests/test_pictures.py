@@ -305,6 +305,10 @@ def test_connectome_command(checkpoint, figures, capsys):
             alpha[b].mean(0).numpy(), abs=1e-4)
         assert np.asarray(axes[3 * b + 1].images[0].get_array()) == pytest.approx(
             alpha[b].std(0, correction=0).numpy(), abs=1e-4)
+    fibres = pictures.fibres_of(alpha[0], 3, 24)
+    colours = axes[2].collections[0].get_colors()[:, :3]
+    assert [tuple(c) == pictures.FEEDBACK for c in colours] == [
+        source > layer for source, layer, *_ in fibres]
     shares = [t.get_text() for t in axes[1].texts]
     assert shares == [f"{100 * r:.0f}%" for r in x.dependence[0].tolist()]
     out = capsys.readouterr().out.splitlines()
