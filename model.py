@@ -367,7 +367,7 @@ class Decoder(nn.Module):
     def loss(self, h: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats of h[L] (..., D); targets of -1 do not count."""
         a = rms_norm(h, self.norm).flatten(0, -2)
-        return _CrossEntropy.apply(a, self.embed, targets.flatten())
+        return _CrossEntropy.apply(a, self.embed, targets.flatten(), torch.is_grad_enabled())
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -379,11 +379,11 @@ class _CrossEntropy(torch.autograd.Function):
     CHUNK = 4096  # tokens; their logits in bfloat16 are 0.4 GB for 50,304 ids
 
     @staticmethod
-    def forward(ctx, a, w, targets):
+    def forward(ctx, a, w, targets, recording):
         w_ = getattr(w, "compute", w).detach()
         count = (targets != -1).sum().clamp(min=1)
         total = torch.zeros((), dtype=upcast(a[:0]).dtype, device=a.device)
-        needed = any(ctx.needs_input_grad)
+        needed = recording and any(ctx.needs_input_grad)
         da = torch.empty_like(a) if needed else None
         dw = torch.zeros_like(w, dtype=total.dtype) if needed else None
         for i in range(0, len(a), _CrossEntropy.CHUNK):
@@ -400,7 +400,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d):
         da, dw = ctx.saved_tensors
-        return da * d.to(da.dtype), dw * d, None
+        return da * d.to(da.dtype), dw * d, None, None
 
 
 def cross_entropy_and_gradient(logits: Tensor, targets: Tensor, count: Tensor):
