@@ -38,10 +38,10 @@ MAX_ROWS = 128  # beyond it, cuBLAS and its large tiles are better
 # kernel: (rows at most and features of a program, inner features at a time, and on their way,
 # warps). Few rows and many programs: weights come from memory once and then from the cache.
 CONFIGS = {
-    "product": (16, 16, 512, 1024, 4),
-    "gated": (16, 16, 256, 512, 4),
-    "heads": (16, None, 128, 384, 4),
-    "logits": (64, 64, 128, 256, 4),
+    "product": (16, 16, 128, 1024, 4),
+    "gated": (32, 16, 512, 1024, 4),
+    "heads": (16, None, 512, 512, 4),
+    "logits": (64, 128, 128, 512, 4),
 }
 ATTENTION = (64, 4, 3)  # keys at a time, warps, stages
 PROGRAMS = 396  # of attention: about three for each of 132 multiprocessors
