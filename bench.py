@@ -216,17 +216,17 @@ def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
         if on_cuda and dtype != torch.float32:
             set_compute_copies(model, dtype)
 
+    graph = on_cuda and c.graph
+    optimizer_step = train.OptimizerStep(optimizers, renew_copies, graph)
+
     def update():
         train.clip_and_reduce(flat, 1.0, train.Processes())
-        for optimizer in optimizers:
-            optimizer.step()
-        renew_copies()
+        optimizer_step(3e-4)
         flat.zero_()
 
     renew_copies()
     x, y = random_rows(c, device)
-    r = time_micro_step(train.MicroStep(model, 1.0, dtype, graph=on_cuda and c.graph), x, y, c,
-                        device)
+    r = time_micro_step(train.MicroStep(model, 1.0, dtype, graph), x, y, c, device)
     r["optimizer"] = measure(update, device, c.warmups, c.trials, x.numel())
     r["peak_bytes"] = torch.cuda.max_memory_allocated() if on_cuda else None
     return r | time_loss(model, y, c, device, dtype)

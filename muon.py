@@ -13,7 +13,8 @@ class Muon(torch.optim.Optimizer):
 
     The orthogonalised update (5 Newton-Schulz steps, singular values about 0.7 to 1.1) is scaled
     by 0.2 sqrt(max(rows, columns)), `match_rms_adamw`, so that AdamW's learning rate serves.
-    Decay is decoupled: lr * weight_decay. Parameters without a gradient are left alone.
+    Decay is decoupled: lr * weight_decay. Parameters without a gradient are left alone. The
+    learning rate may be a tensor, so that a step can be captured in a CUDA graph.
     """
 
     def __init__(self, params, lr: float = 3e-4, momentum: float = 0.95, weight_decay: float = 0.1):
@@ -35,9 +36,9 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
                 updates = torch._foreach_lerp(grads, buffers, group["momentum"])
                 updates = orthogonalise(torch.stack(updates)).to(params[0].dtype)
+                updates = updates * (-0.2 * max(shape) ** 0.5 * group["lr"])
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, list(updates.unbind()),
-                                    alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
+                torch._foreach_add_(params, list(updates.unbind()))
 
 
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:

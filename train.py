@@ -24,6 +24,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -181,7 +182,8 @@ def make_optimizers(model: Decoder, c: TrainConfig) -> list[torch.optim.Optimize
     groups = [{"params": projections, "weight_decay": c.weight_decay},
               {"params": rest, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=c.learning_rate,
-                              betas=(c.beta1, c.beta2), fused=rest[0].is_cuda)
+                              betas=(c.beta1, c.beta2), fused=rest[0].is_cuda,
+                              capturable=rest[0].is_cuda)
     return [Muon(muon, c.learning_rate, c.momentum, c.weight_decay), adamw]
 
 
@@ -336,7 +338,9 @@ class Log:
             kept = []
             if step and path.exists():  # a resumed run repeats the steps after its checkpoint
                 with open(path, newline="", encoding="utf-8") as f:
-                    kept = [r for r in csv.reader(f) if r and r[0].isdigit() and int(r[0]) < step]
+                    rows = [r for r in csv.reader(f) if r and r[0].isdigit()]
+                    # a validation after n steps is in row n, which has no loss
+                    kept = [r for r in rows if int(r[0]) < step or int(r[0]) == step and not r[1]]
             self.file = open(path, "w", newline="", encoding="utf-8")
             self.csv = csv.writer(self.file)
             self.csv.writerows([self.columns, *kept])
@@ -421,8 +425,10 @@ class Trainer:
         on_cuda = self.device.startswith("cuda")
         if c.compile or (c.compile is None and on_cuda):
             compile_pieces()
+        graph = on_cuda and c.compile is not False
         self.micro_step = MicroStep(self.model, processes.world / c.gradient_accumulation_steps,
-                                    self.dtype, graph=on_cuda and c.compile is not False)
+                                    self.dtype, graph)
+        self.optimizer_step = OptimizerStep(self.optimizers, self.renew_copies, graph)
         self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
         peak, share = peak_flops(self.device), None
         if peak is not None:
@@ -441,6 +447,9 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
+            for group in optimizer.param_groups:
+                for name in {"fused", "capturable"} & set(group):  # the checkpoint may come from
+                    group[name] = self.device.startswith("cuda")  # another kind of device
         torch.set_rng_state(state["rng"].cpu())
         self.step, self.best, self.rows_seen = (state[k] for k in
                                                 ("step", "best_val_loss", "rows_seen"))
@@ -482,11 +491,7 @@ class Trainer:
         lr = learning_rate(self.step, self.c)
         loss = self.gradient()
         norm = clip_and_reduce(self.flat, self.c.grad_clip, self.processes)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-        self.renew_copies()
+        self.optimizer_step(lr)
         self.log.add(self.step, loss, lr, norm)
         self.step += 1
 
@@ -589,6 +594,42 @@ class MicroStep:
         self.y.copy_(y)
         self.graph.replay()
         return self.loss.clone()
+
+
+class OptimizerStep:
+    """A step of all optimizers, and what follows it; as one CUDA graph from the second step on.
+
+    Some hundred launches would take the host longer than the device needs for the step.
+    """
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], after: Callable[[], None],
+                 graph: bool):
+        self.optimizers, self.after = optimizers, after
+        self.use_graph, self.graph, self.lr = graph, None, None
+
+    def run(self, lr: float | Tensor):
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        self.after()
+
+    def __call__(self, lr: float):
+        if not self.use_graph:
+            return self.run(lr)
+        if self.lr is None:  # the first step creates the optimizers' state
+            self.lr = torch.tensor(lr, device="cuda")
+            self.run(self.lr)
+        else:
+            self.lr.fill_(lr)
+            if self.graph is None:
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    self.run(self.lr)
+            self.graph.replay()
+        for optimizer in self.optimizers:  # a checkpoint holds the number
+            for group in optimizer.param_groups:
+                group["lr"] = lr
 
 
 def main(argv: list[str]):

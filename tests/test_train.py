@@ -168,6 +168,15 @@ def test_case_19_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(folder, monk
     assert len(set(starts)) == 32  # the second half saw other windows than the first
 
 
+def test_a_resumed_log_keeps_what_was_written_before(folder, monkeypatch):
+    in_process(folder, monkeypatch, max_iters=4, eval_interval=2)
+    in_process(folder, monkeypatch, max_iters=6, eval_interval=2, init_from="resume")
+    with open("out/log.csv", newline="") as f:
+        rows = [(int(r["step"]), bool(r["loss"])) for r in csv.DictReader(f)]
+    assert rows == [(0, True), (1, True), (2, False), (2, True), (3, True), (4, False), (4, True),
+                    (5, True), (6, False)]
+
+
 def test_case_22_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "ckpt.pt"
     train.save_checkpoint(path, {"a": torch.ones(3)})
@@ -212,6 +221,15 @@ def test_case_21_wrapper_prefixes_are_stripped_and_unknown_keys_refused(folder, 
     torch.save(state, "c.pt")
     with pytest.raises(UserError, match="surprise"):
         train.load_model("c.pt")
+
+
+def test_a_checkpoint_from_a_gpu_resumes_on_a_cpu(folder, monkeypatch):
+    in_process(folder, monkeypatch, max_iters=2)
+    state = torch.load("out/ckpt.pt", weights_only=True)
+    for group in state["optimizers"][1]["param_groups"]:
+        group.update(fused=True, capturable=True)
+    torch.save(state, "out/ckpt.pt")
+    assert in_process(folder, monkeypatch, max_iters=4, init_from="resume").step == 4
 
 
 def test_resume_refuses_another_model(folder, monkeypatch):
@@ -274,6 +292,23 @@ def test_case_31_muon_decay_and_missing_gradients():
     Muon([p, q], lr=0.1, weight_decay=0.1).step()
     torch.testing.assert_close(p, torch.full((4, 8), 0.99), rtol=0, atol=1e-6)
     assert torch.equal(q, torch.ones(4, 8))
+
+
+def test_a_learning_rate_may_be_a_tensor():
+    """As a captured step needs it."""
+    torch.manual_seed(0)
+    start, grad = torch.randn(3, 8, 4), torch.randn(3, 8, 4)
+    results = []
+    for lr in (0.02, torch.tensor(0.02)):
+        params = [torch.nn.Parameter(p.clone()) for p in start]
+        for p, g in zip(params, grad):
+            p.grad = g.clone()
+        step = train.OptimizerStep([Muon(params)], lambda: None, graph=False)
+        for _ in range(3):
+            step.run(lr)
+        results.append(torch.stack(params))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-7)
+    assert (results[0] - start).abs().max() > 0.01
 
 
 def test_parameters_go_to_their_optimizers():
