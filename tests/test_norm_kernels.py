@@ -9,6 +9,7 @@ import attention
 import model as plain
 import norm_kernels
 import pool
+import pool_kernels
 from model import ModelConfig, add_partial_gradients, add_partials, rms_norm
 from solvers import cyclic, jacobi
 from train import flat_gradient
@@ -23,6 +24,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(norm_kernels, "PROGRAMS", 2)
     monkeypatch.setattr(norm_kernels, "STORE_PROGRAMS", 2)
     monkeypatch.setattr(norm_kernels, "CONFIGS", {name: (4, 4) for name in norm_kernels.CONFIGS})
+
+
+@pytest.fixture
+def large_blocks(monkeypatch):
+    """The interpreter's time goes by programs."""
+    monkeypatch.setattr(norm_kernels, "CONFIGS", {name: (32, 4) for name in norm_kernels.CONFIGS})
+    monkeypatch.setattr(pool_kernels, "CONFIGS", {
+        name: (8, 8192, 4, 1, None) for name in pool_kernels.CONFIGS})
 
 
 def randn(*shape, seed=0):
@@ -143,8 +152,8 @@ def model_and_batch(kv, k):
         for name, p in model.named_parameters():
             small = 0.2 if p.dim() == 1 or "norm" in name or "bias" in name else 0.1
             p.add_(small * randn(*p.shape, seed=len(name)))
-    idx = with_documents(torch.randint(1, 24, (2, 7)), (4,), (2,)).to(DEVICE)
-    return model, idx, torch.randint(1, 24, (2, 7)).to(DEVICE)
+    idx = with_documents(torch.randint(1, 24, (1, 6)), (2,)).to(DEVICE)
+    return model, idx, torch.randint(1, 24, (1, 6)).to(DEVICE)
 
 
 def loss_and_gradient(model, idx, targets, solver):
@@ -164,7 +173,7 @@ SOLVERS = {"cyclic": lambda m, x: cyclic(m, x, 2, 1, 2, keep_cache=False).final,
 @pytest.mark.skipif(GPU, reason="in float32 here; on a GPU test_fast_path_on_gpu does it")
 @pytest.mark.parametrize("k, solver, partials", [
     (2, "cyclic", True), (1, "cyclic, all passes with gradients", False), (2, "jacobi", False)])
-def test_fast_path_equals_the_plain_one(k, solver, partials, monkeypatch):
+def test_fast_path_equals_the_plain_one(k, solver, partials, monkeypatch, large_blocks):
     model, idx, targets = model_and_batch("whitematter", k)
     expected = loss_and_gradient(model, idx, targets, SOLVERS[solver])
     for module in (attention, plain, pool):
@@ -177,7 +186,7 @@ def test_fast_path_equals_the_plain_one(k, solver, partials, monkeypatch):
 
 @pytest.mark.skipif(GPU, reason="in float32 here; on a GPU test_fast_path_on_gpu does it")
 @pytest.mark.parametrize("partials", [False, True])
-def test_fast_path_of_vanilla(partials, monkeypatch):
+def test_fast_path_of_vanilla(partials, monkeypatch, large_blocks):
     model, idx, targets = model_and_batch("vanilla", 2)
 
     def solver(m, x):
