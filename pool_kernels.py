@@ -453,8 +453,10 @@ class Folded:
 
     def channels(self, states: list[Tensor]) -> Tensor:
         """States, L of (B, T, D), through both branches: projected channels (2, k, B, T, E)."""
-        projected = Evaluate.apply(self.link, self,
-                                   *(h.reshape(-1, h.size(-1)) for h in states))
+        rows = [h.reshape(-1, h.size(-1)) for h in states]
+        if len({x.stride(0) for x in rows}) > 1:  # such as one column of many, and new tensors
+            rows = [x.clone(memory_format=torch.contiguous_format) for x in rows]
+        projected = Evaluate.apply(self.link, self, *rows)
         return projected.view(2, -1, *states[0].shape[:-1], projected.size(-1))
 
 

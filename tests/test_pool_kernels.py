@@ -99,6 +99,11 @@ def test_views_of_stacked_states(tiles):
     expected = ours(branches, states)
     for dim in (0, 1):
         assert ours(branches, torch.stack(states, dim).unbind(dim)).equal(expected)
+    # one state as a column of a longer row, as a solver that goes token by token has it
+    for tokens in (4, 1):
+        few = [h[:tokens] for h in states]
+        wide = torch.stack((few[0], few[1]), 1)
+        assert ours(branches, [wide[:, :1], *few[1:]]).equal(ours(branches, few))
     rows = [h.unflatten(0, (2, 2)) for h in states]
     assert ours(branches, rows).flatten(1, 2).equal(expected)
 
