@@ -331,7 +331,7 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth():
     assert learning_rate(1000, c) == pytest.approx(0.1) == learning_rate(5000, c)
 
 
-def test_a_non_finite_loss_stops_the_run_and_keeps_the_checkpoint(folder, monkeypatch):
+def test_case_34_a_non_finite_loss_stops_the_run_and_keeps_the_checkpoint(folder, monkeypatch):
     monkeypatch.chdir(folder)
     trainer = train.Trainer(TrainConfig(**TINY | {"compile": False, "eval_interval": 1,
                                                   "max_iters": 10, "eval_iters": 0}), Processes())
@@ -473,6 +473,18 @@ def test_damaged_data_is_named(folder, monkeypatch, capsys, damage, words):
     refused([f"--{k}={v}" for k, v in TINY.items()], capsys, *words)
 
 
+def test_case_35_defaults_need_no_gpu(folder, monkeypatch, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    settings = {k: v for k, v in TINY.items() if k not in ("device", "dtype", "compile")}
+    monkeypatch.chdir(folder)
+    for more in ([], ["--device=cpu", "--dtype=bfloat16"]):
+        train.main([f"--{k}={v}" for k, v in settings.items()] + ["--max_iters=1", *more])
+        dtype = "bfloat16" if more else "float32"
+        assert f"on 1 x cpu, {dtype}" in capsys.readouterr().out
+    refused(["--device=cuda"], capsys, "cuda", "not available", "cpu")
+
+
 # ---- settings
 
 @pytest.mark.parametrize("args, words", [
@@ -487,20 +499,20 @@ def test_damaged_data_is_named(folder, monkeypatch, capsys, damage, words):
     (["--dtype=float8"], ["float8", "bfloat16"]),
     (["--init_from=resume", "--out_dir=empty"], ["empty"]),
 ])
-def test_bad_input_is_one_clear_line(folder, monkeypatch, capsys, args, words):
+def test_case_14_16_18_bad_input_is_one_clear_line(folder, monkeypatch, capsys, args, words):
     monkeypatch.chdir(folder)
     refused([f"--{k}={v}" for k, v in TINY.items()] + args, capsys, *words)
     assert not (folder / "out").exists() and not (folder / "empty").exists()
 
 
 @pytest.mark.slow
-def test_bad_input_ends_the_process_without_a_traceback(folder):
+def test_case_14_bad_input_ends_the_process_without_a_traceback(folder):
     result = launch(folder, "--lerning_rate=1")
     assert result.returncode == 1 and result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
-def test_settings_override_in_both_orders_and_convert(tmp_path):
+def test_case_14_16_settings_override_in_both_orders_and_convert(tmp_path):
     from configurator import parse
     path = tmp_path / "c.py"
     path.write_text("import math\n_note = 3\nbatch_size = 5\nlearning_rate = 1\ncompile = False\n")
@@ -508,7 +520,11 @@ def test_settings_override_in_both_orders_and_convert(tmp_path):
         c = parse(TrainConfig(), argv, "")
         assert (c.batch_size, c.learning_rate, c.compile) == (7, 1.0, False)
         assert type(c.learning_rate) is float
-    assert parse(TrainConfig(), ["--compile=0"], "").compile is False
+    for text, value in (("0", False), ("false", False), ("no", False), ("True", True), ("1", True)):
+        assert parse(TrainConfig(), [f"--compile={text}"], "").compile is value
+    for text in ("1", "1e-3"):
+        assert parse(TrainConfig(), [f"--learning_rate={text}"], "").learning_rate == float(text)
+    assert train.pick_dtype("bf16", "cpu") == torch.bfloat16
     path.write_text("lerning_rate = 1\n")
     with pytest.raises(UserError, match="c.py.*learning_rate"):
         parse(TrainConfig(), [str(path)], "")
