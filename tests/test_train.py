@@ -223,6 +223,18 @@ def test_case_21_wrapper_prefixes_are_stripped_and_unknown_keys_refused(folder, 
         train.load_model("c.pt")
 
 
+def test_ar4_trains_by_the_exact_solution(folder, monkeypatch):
+    from configurator import parse
+    from solvers import autoregressive, solve
+    c = parse(TrainConfig(), [str(ROOT / "config/ar4.py")], "")
+    assert (c.n_groups, c.n_nograd, c.n_grad) == (c.block_size, 0, 1)
+    trainer = in_process(folder, monkeypatch, n_groups=32, n_nograd=0, n_grad=1)
+    x, _ = trainer.rows.batch(0, 2, "cpu")
+    mine, exact = solve(trainer.model, x), autoregressive(trainer.model, x)
+    torch.testing.assert_close(mine.states, exact.states, rtol=0, atol=1e-5)
+    assert losses("out/log.csv")[2] < losses("out/log.csv")[0]
+
+
 def test_a_checkpoint_from_a_gpu_resumes_on_a_cpu(folder, monkeypatch):
     in_process(folder, monkeypatch, max_iters=2)
     state = torch.load("out/ckpt.pt", weights_only=True)
