@@ -13,17 +13,17 @@ import tiktoken
 import torch
 from small import random_tokens, small_model, with_documents
 
+import downstream
 import evaluate
 from configurator import UserError, run
+from downstream import Scorer, pieces
 from evaluate import (
     Graph,
     Losses,
     Schedule,
-    Scorer,
     Windows,
     first_within,
     mean_losses,
-    pieces,
 )
 from solvers import autoregressive, cyclic, jacobi, solve
 from tokenizer import Tokenizer, get_tokenizer
@@ -496,7 +496,7 @@ def test_generate_until():
 def test_room_for_new_tokens(monkeypatch):
     """Of 20 tokens, 14 are left to the end of the context; without one it is EOS."""
     prompts, s = [], scorer(max_length=20)
-    monkeypatch.setattr(evaluate, "generate", lambda model, p, n, *_, **__: prompts.append(
+    monkeypatch.setattr(downstream, "generate", lambda model, p, n, *_, **__: prompts.append(
         (*p, n)) or [])
     for context, n in (("0123456789abcdefghij", 6), ("short", 6), ("", 6), ("xyz", 99)):
         s.generate_until(context, [], n)
@@ -603,7 +603,7 @@ def test_what_the_harness_cannot_do(folder, harness, monkeypatch):
     ({"do_sample": True}, ([], 256, 1.0)),
     ({"temperature": 0.0}, ([], 256, 0.0)), ({"temperature": 0.5}, ([], 256, 0.5))), ids=str)
 def test_generation_settings(settings, expected):
-    assert evaluate.generation(settings) == expected
+    assert downstream.generation(settings) == expected
 
 
 TASK = """task: {name}

@@ -1,0 +1,284 @@
+"""
+The paper's downstream tasks, by the lm-evaluation-harness (pip install lm_eval), zero-shot:
+`python evaluate.py downstream`. `Scorer` says how text is cut into context and continuation.
+
+Dimensions: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from configurator import UserError, key, parse
+from decoding import SOLVERS, generate
+from evaluate import CHUNK, Schedule, frozen, schedule_of
+from model import Decoder, upcast
+from timing import check, device_name, machine, write_json
+from tokenizer import Tokenizer, get_tokenizer
+from train import load_model, pick_device, pick_dtype
+
+# ---- log-likelihoods of texts
+
+def pieces(n: int, first: int, max_length: int) -> list[tuple[int, int, int]]:
+    """Cut the targets first..n-1 of n ids into pieces (start, first, stop) for a model that reads
+    at most max_length: ids start..stop-2 are read, first..stop-1 scored, each id once.
+
+    Every piece has all the context that fits, as loglikelihood_rolling of the harness wants it: a
+    long context loses its beginning, and a last, short piece begins earlier.
+    """
+    stops = [*range(first + max_length, n, max_length), n]
+    return [(max(0, stop - 1 - max_length), at, stop)
+            for at, stop in zip(range(first, n, max_length), stops)]
+
+
+class Scorer:
+    """Log-probabilities of texts in nats, for the lm-evaluation-harness or by themselves.
+
+    Context and continuation are encoded as one text, and cut where the context alone would end;
+    white space at the end of the context goes to the continuation first. At least one id is left
+    to every continuation that is not empty; an empty one has log-probability 0. Without a context
+    there is exactly one EOS in its place, with one there is none. Rows are padded on the right:
+    no token depends on a later one, so that a score depends on the request alone.
+    """
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, schedule: Schedule,
+                 max_length: int = 1024, batch_size: int = 32):
+        self.model, self.tokenizer, self.schedule = model, tokenizer, schedule
+        self.max_length, self.batch_size = max_length, batch_size
+
+    def encode(self, context: str, continuation: str) -> tuple[list[int], int]:
+        """Ids of both together, and the index of the continuation's first."""
+        start = context.rstrip()
+        ids = self.tokenizer.encode(context + continuation)
+        first = len(self.tokenizer.encode(start))
+        if len(start) < len(context + continuation):
+            first = min(first, len(ids) - 1)  # a token can span the cut
+        return (ids, first) if first else ([self.tokenizer.eos_id, *ids], 1)
+
+    def loglikelihood(self, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Of each continuation, given its context; and whether greedy decoding would yield it."""
+        return self.score([self.encode(*pair) for pair in pairs])
+
+    def loglikelihood_rolling(self, texts: list[str]) -> list[float]:
+        """Of whole texts, from EOS on; where they are longer than max_length, in pieces."""
+        eos = self.tokenizer.eos_id
+        return [nats for nats, _ in
+                self.score([([eos, *self.tokenizer.encode(text)], 1) for text in texts])]
+
+    @torch.no_grad()
+    def score(self, requests: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """Log-probability of ids[first:] given ids[:first], and whether each is the likeliest."""
+        work = [(i, *piece) for i, (ids, first) in enumerate(requests)
+                for piece in pieces(len(ids), first, self.max_length)]
+        work.sort(key=lambda w: w[1] - w[3])  # rows of like length together, the longest first
+        totals, greedy = [0.0] * len(requests), [True] * len(requests)
+        shown = time.perf_counter()
+        for n in range(0, len(work), self.batch_size):
+            batch = work[n:n + self.batch_size]
+            rows = [(requests[i][0][start:stop], first - start) for i, start, first, stop in batch]
+            for (i, *_), nats, likeliest in zip(batch, *self.score_rows(rows)):
+                totals[i] += nats
+                greedy[i] &= likeliest
+            if time.perf_counter() - shown > 30:
+                print(f"{n + len(batch):,} of {len(work):,} rows", file=sys.stderr, flush=True)
+                shown = time.perf_counter()
+        return list(zip(totals, greedy))
+
+    def score_rows(self, rows: list[tuple[list[int], int]]) -> tuple[list[float], list[bool]]:
+        """The same for a batch, one row each."""
+        x = torch.zeros(len(rows), max(len(ids) for ids, _ in rows) - 1, dtype=torch.long)
+        for row, (ids, _) in zip(x, rows):
+            row[:len(ids) - 1] = torch.tensor(ids[:-1])
+        at, targets = [], []
+        for b, (ids, first) in enumerate(rows):
+            at += [(b, t) for t in range(first - 1, len(ids) - 1)]
+            targets += ids[first:]
+        device = self.model.embed.device
+        b, t = torch.tensor(at, device=device).T
+        h = self.schedule(self.model, x.to(device)).final[b, t]  # (targets, D)
+        nats = torch.zeros(len(rows), dtype=torch.float64)
+        missed = torch.zeros_like(nats)
+        for part, of, y in zip(h.split(CHUNK), b.cpu().split(CHUNK),
+                               torch.tensor(targets).split(CHUNK)):
+            logp = upcast(self.model.logits(part)).log_softmax(-1)
+            hit = logp.gather(1, y.to(device)[:, None])[:, 0].cpu()
+            nats.index_add_(0, of, hit.double())
+            missed.index_add_(0, of, (logp.argmax(-1).cpu() != y).double())
+        return nats.tolist(), (missed == 0).tolist()
+
+    def generate_until(self, context: str, until: list[str], max_new_tokens: int = 256,
+                       temperature: float = 0.0) -> str:
+        """Continue a context (its end, if it is too long) up to EOS or one of some texts."""
+        s, n = self.schedule, min(max_new_tokens, self.max_length - 1)
+        prompt = self.tokenizer.encode(context)[-(self.max_length - n):]
+        solver = s.solver if s.solver in SOLVERS else "cyclic"
+        ids, text = [], ""
+        for (new,) in generate(
+                self.model, [prompt or [self.tokenizer.eos_id]], n, temperature, solver=solver,
+                passes=s.passes, n_groups=s.n_groups, tol=s.tol, stop_id=self.tokenizer.eos_id,
+                n_ids=self.tokenizer.vocab_size, graph=False):
+            ids.append(new)
+            text = self.tokenizer.decode(ids)
+            if any(stop in text for stop in until):
+                break
+        return min((text.partition(stop)[0] for stop in until), key=len, default=text)
+
+
+# ---- downstream tasks
+
+@dataclass
+class DownstreamConfig:
+    """What `evaluate.py downstream` takes."""
+
+    out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
+    tasks: str = key("lambada_openai,wikitext,piqa,winogrande,boolq,hellaswag,arc_easy,"
+                     "arc_challenge,openbookqa", "names that the harness knows, comma separated")
+    task_dir: str | None = key(None, "a folder with tasks of your own (.yaml)")
+    limit: int | None = key(None, "so many examples of each task only")
+    context: int = key(1024, "tokens that the model reads at most; of a longer text, the end")
+    batch_size: int = key(32, "rows at a time")
+    solver: str | None = key(None, "cyclic, jacobi or autoregressive; None: as in training")
+    passes: int | None = key(None, "of cyclic and jacobi; None: as in training (paper: 3)")
+    n_groups: int | None = key(None, "g of cyclic; None: as in training")
+    exact: bool = key(False, "iterate until converged, whatever passes says")
+    tol: float | None = key(None, "relative change of the states at which exact ends; None: 1e-5 "
+                            "in float32, 1e-2 in bfloat16")
+    device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
+    dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16")
+    json: str | None = key(None, "write the results to this file (-: to stdout)")
+
+
+COLUMNS = {"lambada_openai": "LAMBADA", "wikitext": "WikiText", "piqa": "PIQA",
+           "winogrande": "Wino.", "boolq": "BoolQ", "hellaswag": "Hella.", "arc_easy": "ARC-E",
+           "arc_challenge": "ARC-C", "openbookqa": "OBQA"}
+# table "Complete zero-shot downstream results", in the order of COLUMNS
+PAPER = {"vanilla L=16": (127.47, 49.34, 60.88, 50.04, 48.17, 31.67, 47.39, 25.00, 29.00),
+         "vanilla L=24": (97.40, 44.71, 62.73, 50.99, 56.67, 33.21, 47.94, 26.37, 31.80),
+         "WhiteMatter k=8": (71.58, 44.40, 62.35, 51.38, 60.40, 33.61, 45.71, 25.26, 29.60),
+         "WhiteMatter k=16": (60.73, 43.28, 63.55, 51.38, 61.04, 33.80, 46.21, 25.43, 29.40)}
+# the first of these that a task has stands in the table; accuracies in per cent
+METRICS = {"word_perplexity": "ppl", "perplexity": "ppl", "acc_norm": "acc norm", "acc": "acc"}
+
+
+def import_harness():
+    """The package lm_eval. Raises UserError where it is not installed."""
+    try:
+        import lm_eval.api.model
+        import lm_eval.tasks
+    except ImportError:
+        raise UserError("downstream tasks need the lm-evaluation-harness: pip install lm_eval "
+                        "datasets") from None
+    return lm_eval
+
+
+def harness_model(scorer: Scorer):
+    """The scorer as a model of the lm-evaluation-harness, for its simple_evaluate(model=...)."""
+
+    class Model(import_harness().api.model.LM):
+        """Answers the harness's three kinds of request, in their order."""
+
+        def __init__(self, scorer: Scorer):
+            super().__init__()
+            self.scorer = scorer
+
+        def loglikelihood(self, requests) -> list[tuple[float, bool]]:
+            return self.scorer.loglikelihood([r.args for r in requests])
+
+        def loglikelihood_rolling(self, requests) -> list[float]:
+            return self.scorer.loglikelihood_rolling([r.args[0] for r in requests])
+
+        def generate_until(self, requests) -> list[str]:
+            return [self.scorer.generate_until(context, *generation(settings))
+                    for context, settings in (r.args for r in requests)]
+
+    return Model(scorer)
+
+
+def generation(settings: dict) -> tuple[list[str], int, float]:
+    """Stop texts, number of tokens and temperature from a request's keyword arguments."""
+    until = settings.get("until") or []
+    sampled = settings.get("do_sample", settings.get("temperature", 0) > 0)
+    return ([until] if isinstance(until, str) else until, settings.get("max_gen_toks", 256),
+            float(settings.get("temperature", 1)) if sampled else 0.0)
+
+
+def run_tasks(scorer: Scorer, tasks: list[str], task_dir: str | None, limit: int | None) -> dict:
+    """Results of the harness by task, zero-shot: {task: {metric: value}}."""
+    harness, model = import_harness(), harness_model(scorer)
+    manager = harness.tasks.TaskManager(include_path=task_dir)
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise UserError(f"tasks: {', '.join(unknown)}: not known to lm_eval"
+                        + (f", nor in {task_dir}" if task_dir else "; --task_dir= names a folder "
+                           "with tasks of your own"))
+    try:
+        found = harness.simple_evaluate(
+            model=model, tasks=tasks, num_fewshot=0, limit=limit, task_manager=manager,
+            bootstrap_iters=0, log_samples=False)
+    except (OSError, ValueError) as error:  # the data set's own; no network is an OSError
+        raise UserError(f"tasks={','.join(tasks)}: the harness could not run them "
+                        f"({' '.join(str(error).split())[:300]}); their data are downloaded once, "
+                        "--task_dir= takes tasks with local data") from None
+    # as "acc,none": the name of a filter follows the comma
+    results = {}
+    for task, metrics in found["results"].items():
+        values = {name.partition(",")[0]: value for name, value in metrics.items()
+                  if isinstance(value, (int, float)) and "stderr" not in name}
+        examples = values.pop("sample_len", None)
+        if values:  # a group of tasks may have none of its own
+            results[task] = values | {"examples": examples}
+    return results
+
+
+def table(name: str, results: dict[str, dict]) -> str:
+    """Our figure of each task and, for the paper's tasks, the paper's below."""
+    metrics = [next(m for m in (*METRICS, *r) if m in r) for r in results.values()]
+    ours = [r[m] * (100 if m.startswith("acc") else 1) for m, r in zip(metrics, results.values())]
+    rows = {"": [COLUMNS.get(task, task) for task in results],
+            " ": [METRICS.get(m, m) for m in metrics],
+            name: [f"{x:.2f}" for x in ours]}
+    for model, figures in PAPER.items():
+        paper = dict(zip(COLUMNS, figures))
+        if any(task in paper for task in results):
+            rows[f"paper: {model}"] = [f"{paper[t]:.2f}" if t in paper else "-" for t in results]
+    left = max(map(len, rows))
+    widths = [2 + max(map(len, column)) for column in zip(*rows.values())]
+    return "\n".join(f"{head:{left}s}" + "".join(f"{x:>{w}s}" for x, w in zip(row, widths))
+                     for head, row in rows.items())
+
+
+def downstream_command(argv: list[str]):
+    """Downstream tasks of the lm-evaluation-harness."""
+    c = parse(DownstreamConfig(), argv, "python evaluate.py downstream: tasks of the "
+              "lm-evaluation-harness, zero-shot")
+    check(c, "limit", "batch_size", "passes", "n_groups")
+    if c.context < 2:
+        raise UserError(f"context={c.context}: at least 2 is needed")
+    tasks = [t.strip() for t in c.tasks.split(",") if t.strip()]
+    if not tasks:
+        raise UserError(f"tasks={c.tasks}: name at least one")
+    if c.task_dir is not None and not Path(c.task_dir).is_dir():
+        raise UserError(f"task_dir={c.task_dir}: there is no such folder")
+    import_harness()
+    device = pick_device(c.device)
+    dtype = pick_dtype(c.dtype, device)
+    model, checkpoint = load_model(c.out_dir, device)
+    schedule = schedule_of(c, model, dtype)
+    tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
+    scorer = Scorer(frozen(model, dtype), tokenizer, schedule, c.context, c.batch_size)
+    print(f"{c.out_dir}: {model.config.kv}, {schedule}; {machine(device, dtype)}", flush=True)
+    began = time.perf_counter()
+    results = run_tasks(scorer, tasks, c.task_dir, c.limit)
+    seconds = time.perf_counter() - began
+    print(table(str(c.out_dir), results))
+    print(f"{seconds:.1f} s")
+    write_json(c.json, {
+        "command": "downstream", "settings": asdict(c), "torch": torch.__version__,
+        "device": device_name(device), "dtype": str(dtype).removeprefix("torch."),
+        "model": asdict(model.config), "step": checkpoint.get("step"),
+        "schedule": asdict(schedule), "seconds": seconds, "results": results})
