@@ -182,8 +182,7 @@ def make_optimizers(model: Decoder, c: TrainConfig) -> list[torch.optim.Optimize
     groups = [{"params": projections, "weight_decay": c.weight_decay},
               {"params": rest, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=c.learning_rate,
-                              betas=(c.beta1, c.beta2), fused=rest[0].is_cuda,
-                              capturable=rest[0].is_cuda)
+                              betas=(c.beta1, c.beta2), fused=rest[0].is_cuda)
     return [Muon(muon, c.learning_rate, c.momentum, c.weight_decay), adamw]
 
 
@@ -448,8 +447,8 @@ class Trainer:
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
             for group in optimizer.param_groups:
-                for name in {"fused", "capturable"} & set(group):  # the checkpoint may come from
-                    group[name] = self.device.startswith("cuda")  # another kind of device
+                if "fused" in group:  # the checkpoint may come from another kind of device
+                    group["fused"] = self.device.startswith("cuda")
         torch.set_rng_state(state["rng"].cpu())
         self.step, self.best, self.rows_seen = (state[k] for k in
                                                 ("step", "best_val_loss", "rows_seen"))
@@ -605,31 +604,35 @@ class OptimizerStep:
     def __init__(self, optimizers: list[torch.optim.Optimizer], after: Callable[[], None],
                  graph: bool):
         self.optimizers, self.after = optimizers, after
-        self.use_graph, self.graph, self.lr = graph, None, None
+        self.use_graph, self.graph, self.begun = graph, None, False
 
-    def run(self, lr: float | Tensor):
+    def set(self, **values):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group.update({k: v for k, v in values.items() if k in group})
+
+    def run(self):
+        for optimizer in self.optimizers:
             optimizer.step()
         self.after()
 
+    def capture(self):
+        self.lr, self.graph = torch.zeros((), device="cuda"), torch.cuda.CUDAGraph()
+        self.set(lr=self.lr, capturable=True)
+        with torch.cuda.graph(self.graph):
+            self.run()
+        self.set(capturable=False)
+
     def __call__(self, lr: float):
-        if not self.use_graph:
-            return self.run(lr)
-        if self.lr is None:  # the first step creates the optimizers' state
-            self.lr = torch.tensor(lr, device="cuda")
-            self.run(self.lr)
-        else:
-            self.lr.fill_(lr)
-            if self.graph is None:
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
-                    self.run(self.lr)
-            self.graph.replay()
-        for optimizer in self.optimizers:  # a checkpoint holds the number
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+        self.set(lr=lr)
+        if not self.use_graph or not self.begun:  # the first step creates the optimizers' state
+            self.begun = True
+            return self.run()
+        if self.graph is None:
+            self.capture()
+            self.set(lr=lr)  # a checkpoint holds the number
+        self.lr.fill_(lr)
+        self.graph.replay()
 
 
 def main(argv: list[str]):

@@ -239,7 +239,7 @@ def test_a_checkpoint_from_a_gpu_resumes_on_a_cpu(folder, monkeypatch):
     in_process(folder, monkeypatch, max_iters=2)
     state = torch.load("out/ckpt.pt", weights_only=True)
     for group in state["optimizers"][1]["param_groups"]:
-        group.update(fused=True, capturable=True)
+        group.update(fused=True)
     torch.save(state, "out/ckpt.pt")
     assert in_process(folder, monkeypatch, max_iters=4, init_from="resume").step == 4
 
@@ -317,10 +317,30 @@ def test_a_learning_rate_may_be_a_tensor():
             p.grad = g.clone()
         step = train.OptimizerStep([Muon(params)], lambda: None, graph=False)
         for _ in range(3):
-            step.run(lr)
+            step(lr)
         results.append(torch.stack(params))
     torch.testing.assert_close(*results, rtol=0, atol=1e-7)
     assert (results[0] - start).abs().max() > 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_captured_optimizer_step_is_the_eager_one():
+    results = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(32, 16, device="cuda")) for _ in range(4)]
+        optimizers = [Muon(params[:2]), torch.optim.AdamW(params[2:], fused=True)]
+        step = train.OptimizerStep(optimizers, lambda: None, graph)
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        for i in range(5):  # eager, captured, replayed
+            for p in params:
+                p.grad.copy_(torch.randn_like(p))
+            step(1e-2 / (i + 1))
+        assert optimizers[1].param_groups[0]["lr"] == 1e-2 / 5
+        results.append(torch.stack(params))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 def test_parameters_go_to_their_optimizers():
