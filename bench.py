@@ -27,7 +27,7 @@ from torch import Tensor
 import train
 from configurator import UserError, key, parse, run
 from convergence import prefill_command, random_model
-from decoding import Choice, Decoding, Part, draws, parts_of, ready, split
+from decoding import Choice, Decoding, Part, draws, ready, split
 from flops import MODES, count_flops, flops_per_token, peak_flops
 from model import Decoder, ModelConfig, set_compute_copies
 from pool import build
@@ -323,7 +323,7 @@ class DecodeConfig(SystemsConfig):
     batch_sizes: str = key("1,8,64", "rows that are decoded together, one number or several")
     context: int = key(2048, "tokens in the cache before the first timed one")
     steps: int = key(32, "tokens of a trial")
-    parts: int | None = key(None, "of a batch, side by side; None: as sample.py has it")
+    parts: int = key(1, "of a batch, stepping side by side; sample.py has 1")
     temperature: float = key(0.8, "as for sample.py; 0 is greedy")
     top_k: int | None = key(200, "as for sample.py")
     top_p: float = key(1.0, "as for sample.py")
@@ -369,7 +369,7 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
     choice = Choice(draws(c.seed, c.steps + 1, B).to(device), c.temperature, c.top_k, c.top_p,
                     config.vocab_size - 1)
     parts = []
-    for rows in split(B, c.parts or parts_of(B, model.embed.device)):
+    for rows in split(B, c.parts):
         token = torch.zeros(rows.stop - rows.start, dtype=torch.long, device=device)
         h = model.embed_tokens(token)
         cache = model.new_cache(len(token), c.context + c.steps + 1, like=h)

@@ -33,7 +33,9 @@ from kernels import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pa
 from model import Decoder, one_below_the_other, rotary_tables
 from norm_kernels import norm_rotate, pair, store_halves
 
-MAX_ROWS = 128  # beyond it, cuBLAS and its large tiles are better
+# More rows are left to model.states and cuBLAS. On an H200 (context 2048, greedy, k=16, one run) a
+# token took 584 us by these kernels and 669 without at 1 row, but 1,483 and 1,288 at 64.
+MAX_ROWS = 16
 
 # kernel: (rows at most and features of a program, inner features at a time, and on their way,
 # warps). Few rows and many programs: weights come from memory once and then from the cache.
@@ -45,17 +47,6 @@ CONFIGS = {
 }
 ATTENTION = (64, 4, 3)  # keys at a time, warps, stages
 PROGRAMS = 396  # of attention: about three for each of 132 multiprocessors
-# a kernel is launched while the one before it still runs, and waits for its end inside (Hopper's
-# programmatic dependent launch): so its start costs no time
-EARLY = False
-
-
-@triton.jit
-def begin(EARLY: tl.constexpr):
-    """Let the next kernel start, and wait for the one before; nothing may be read earlier."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 # ---- before and after the stack ---------------------------------------------------------------
@@ -65,9 +56,8 @@ def begin(EARLY: tl.constexpr):
 def place_kernel(ids, index, start, count, embed, cos_table, sin_table, x, cos, sin, columns,
                  first, stop, B, eos, FIRST: tl.constexpr, ITSELF: tl.constexpr,
                  D: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
-                 BLOCK_H: tl.constexpr, EARLY: tl.constexpr):
+                 BLOCK_H: tl.constexpr):
     """Of one row: all that the stack needs of its token; then index, start and count move on."""
-    begin(EARLY)
     b = tl.program_id(0)
     token = tl.load(ids + b)
     i, s = tl.load(index + b), tl.load(start + b)
@@ -87,9 +77,8 @@ def place_kernel(ids, index, start, count, embed, cos_table, sin_table, x, cos, 
 
 @triton.jit
 def pick_kernel(values, order, u, count, ids, B, temperature, top_p, K: tl.constexpr,
-                BLOCK: tl.constexpr, EARLY: tl.constexpr):
+                BLOCK: tl.constexpr):
     """One of K ids in the order of their logits, by the number u; -1 if one is not finite."""
-    begin(EARLY)
     b, j = tl.program_id(0), tl.arange(0, BLOCK)
     x = tl.load(values + b * K + j, j < K, float("-inf")).to(tl.float32)
     most = tl.max(x, 0)
@@ -135,9 +124,8 @@ def weight_tile(w, e, k, exists, K, EVEN: tl.constexpr):
 def product_kernel(x, gain, w, residual, out, B, E, eps, K: tl.constexpr, NORM: tl.constexpr,
                    GATED: tl.constexpr, RESIDUAL: tl.constexpr, CHECK: tl.constexpr,
                    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-                   EVEN: tl.constexpr, EARLY: tl.constexpr):
+                   EVEN: tl.constexpr):
     """[residual +] [norm of] x @ w^T; GATED: of w (2 E, K), silu(first half) * second half."""
-    begin(EARLY)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     acc = tl.zeros((ROWS, BLOCK_E), tl.float32)
@@ -168,10 +156,9 @@ def product_kernel(x, gain, w, residual, out, B, E, eps, K: tl.constexpr, NORM: 
 def heads_kernel(x, gain, w, q_gain, k_gain, cos, sin, columns, q, keys, values, B, S, eps,
                  K: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr,
                  BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-                 EVEN: tl.constexpr, EARLY: tl.constexpr):
+                 EVEN: tl.constexpr):
     """One head: a query's goes to q (B, H, d), a key's or value's to the rows' columns of the
     cache (B, S, Hkv, d)."""
-    begin(EARLY)
     d: tl.constexpr = 2 * HALF
     f = tl.program_id(0)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -211,9 +198,8 @@ def heads_kernel(x, gain, w, q_gain, k_gain, cos, sin, columns, q, keys, values,
 def attention_kernel(q, k0, k1, v0, v1, part, part_lse2, done, out, start, stop, sink_k, sink_v,
                      scale2, Hkv, G: tl.constexpr, SINK: tl.constexpr, SPLITS: tl.constexpr,
                      D0: tl.constexpr, D1: tl.constexpr, BLOCK_D: tl.constexpr,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr):
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A share of the keys of one row and key-value head; BLOCK_M >= G packed queries."""
-    begin(EARLY)
     d: tl.constexpr = D0 + D1
     b, head, split = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv, tl.program_id(1)
     lo, end = tl.load(start + b), tl.load(stop + b)
@@ -294,10 +280,6 @@ def merge(part, part_lse2, out, stride, G: tl.constexpr, SPLITS: tl.constexpr, d
 # ---- host side --------------------------------------------------------------------------------
 
 
-def early() -> dict:
-    return dict(EARLY=True, launch_pdl=True) if EARLY else dict(EARLY=False)
-
-
 def options(kind: str, B: int, K: int) -> tuple[int | None, int, dict]:
     """Features of a program, programs along the rows, and constants and launch options."""
     rows, block_e, most, flight, warps = CONFIGS[kind]
@@ -305,7 +287,7 @@ def options(kind: str, B: int, K: int) -> tuple[int | None, int, dict]:
     block_k = max(64, min(most, K & -K))  # the largest power of two that divides K, if it can be
     return block_e, triton.cdiv(B, rows), dict(
         ROWS=rows, BLOCK_K=block_k, EVEN=K % block_k == 0, num_warps=warps,
-        num_stages=1 + min(8, triton.cdiv(min(flight, K), block_k)), **early())
+        num_stages=1 + min(8, triton.cdiv(min(flight, K), block_k)))
 
 
 def product(x: Tensor, w: Tensor, gain: Tensor | None = None, residual: Tensor | None = None,
@@ -368,7 +350,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink, scratch: Scratc
         rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E, Hkv, G=H // Hkv,
         SINK=sink is not None, SPLITS=scratch.splits,
         BLOCK_M=max(16, triton.next_power_of_2(H // Hkv)), BLOCK_N=block_n, **c,
-        num_warps=warps, num_stages=stages, **early())
+        num_warps=warps, num_stages=stages)
     return out.view(B, H * d)
 
 
@@ -409,7 +391,7 @@ class Steps:
             rows.columns, rows.start, rows.stop, len(ids), -1 if c.eos_id is None else c.eos_id,
             FIRST=int(model.has_dummy), ITSELF=int(model.reads_itself), D=c.n_embd,
             HALF=c.head_dim // 2, BLOCK_D=triton.next_power_of_2(c.n_embd),
-            BLOCK_H=triton.next_power_of_2(c.head_dim // 2), **early())
+            BLOCK_H=triton.next_power_of_2(c.head_dim // 2))
         h = self.states()
         if model.iterates:
             model.store(h, rows, self.cache)
@@ -447,5 +429,5 @@ def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float, top_k: 
         values, order = logits.topk(min(top_k, logits.size(-1)))
     ids = torch.empty_like(order[:, 0])
     pick_kernel[B,](values, order, u, count, ids, B, temperature, top_p, K=order.size(1),
-                    BLOCK=triton.next_power_of_2(order.size(1)), **early())
+                    BLOCK=triton.next_power_of_2(order.size(1)))
     return ids

@@ -25,7 +25,6 @@ try:  # the fast path; Triton comes with PyTorch's CUDA builds
 except ImportError:
     decode_kernels = None
 
-SIDE_BY_SIDE = 32  # rows from which on a batch is decoded in two parts at the same time
 SOLVERS = ("cyclic", "jacobi", "autoregressive")
 # --exact ends at these relative residuals: about where rounding takes over
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -327,8 +326,7 @@ def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
 
 
 def begin(model: Decoder, prompts: list[list[int]], max_new_tokens: int, choice: Callable,
-          *how, static: bool | None = None,
-          n_parts: int | None = None) -> tuple[Decoding, Report]:
+          *how, static: bool | None = None, n_parts: int = 1) -> tuple[Decoding, Report]:
     """Prefill the prompts, each different one once, into caches with room for all new tokens."""
     device = model.embed.device
     place = {tuple(p): i for i, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
@@ -342,18 +340,13 @@ def begin(model: Decoder, prompts: list[list[int]], max_new_tokens: int, choice:
     start = model.document_starts(idx)[rows, last]
     start = next_start(model, idx[rows, last], last, start)
     parts = []
-    for rows in split(len(prompts), n_parts if n_parts else parts_of(len(prompts), device)):
+    for rows in split(len(prompts), n_parts):
         of = which[rows]
         cache = model.new_cache(len(of), longest + max_new_tokens, like=h)
         cache.put(slice(0, longest), solution.cache.k[:, of], solution.cache.v[:, of])
         parts.append(Part(model, h[of], cache, lengths[of], start[of], choice.of(rows)
                           if len(of) < len(prompts) else choice, longest, static))
     return Decoding(parts), solution.report
-
-
-def parts_of(B: int, device: torch.device) -> int:
-    """How many parts of B rows step side by side."""
-    return 2 if device.type == "cuda" and B >= SIDE_BY_SIDE else 1
 
 
 def split(B: int, n: int) -> list[slice]:
