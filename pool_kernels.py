@@ -36,6 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention import Collect
+from model import add_product
 
 # kernel: (tokens of a program, elements of its (LP, BLOCK_D) tile, warps, stages, registers of a
 # thread at most). "states" has its number of programs in place of tokens: one round of them on
@@ -396,17 +397,6 @@ def mix_backward(dc: Tensor, states: tuple[Tensor, ...], gain: Tensor, router: T
         states, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, s.N, s.D, *stride,
         **states_c, **states_options)
     return dh, dalpha
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor):
-    """total += a @ b, matrices or batches of them, summed in total's float32."""
-    add = torch.addmm if a.dim() == 2 else torch.baddbmm
-    if a.dtype == total.dtype:
-        add(total, a, b, out=total)
-    elif a.is_cuda:
-        add(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a.to(total.dtype) @ b.to(total.dtype)
 
 
 def fold(key, value) -> tuple[Tensor, ...]:
