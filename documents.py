@@ -247,7 +247,7 @@ def receive(url: str, part: Path, timeout: float) -> Iterator[tuple[int, int, in
 
 # no English, or English of somebody else
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings",
-                   "site-packages", "dist-packages", "__pycache__"}  # fmt: skip
+                   "site-packages", "dist-packages", "__pycache__"}
 LEGAL = re.compile(r"copyright|licen[sc]e|warranty|rights reserved|written by|\w@\w", re.IGNORECASE)
 RULER = re.compile(r"^[ \t]*([^\w\s])\1{3,}[ \t]*(\n|$)", re.MULTILINE)  # the line under a heading
 

@@ -73,7 +73,7 @@ class PrepareConfig:
 PAPER = PrepareConfig(
     tokenizer="qwen3", out_dir="data/fineweb-edu", min_chars=100, val_fraction=0, val_rows=1000,
     test_rows=5000,
-)  # fmt: skip
+)
 CORPORA = {"python": PrepareConfig(), "fineweb-edu": PAPER}
 
 
@@ -152,7 +152,7 @@ def encode_batch(tokenizer: Tokenizer, batch: list) -> tuple[dict[str, bytes], i
             ids[split].append(eos)
         size += len(part.encode("utf-8", "replace"))
     data = {split: np.concatenate(parts).astype(tokenizer.dtype).tobytes() if parts else b""
-            for split, parts in ids.items()}  # fmt: skip
+            for split, parts in ids.items()}
     return data, size
 
 
@@ -191,7 +191,7 @@ def encode_batches(
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise UserError(f"a worker process has died; with fewer than --processes={processes} "
-                        "there is more memory for each") from None  # fmt: skip
+                        "there is more memory for each") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -204,7 +204,7 @@ def cores() -> int:
 
 
 def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, folder: Path,
-                    config: PrepareConfig) -> Counter:  # fmt: skip
+                    config: PrepareConfig) -> Counter:
     """Write train.bin and val.bin in `folder`; counts of what came."""
     counts = Counter(documents=0, empty=0, short=0, bytes=0)
     kept = kept_documents(documents, config.min_chars, counts)
@@ -261,7 +261,7 @@ class Progress:
             line = f"[{'#' * int(20 * share):20s}] {share:4.0%}, {line}, {left} left"
         line = f"{self.what} {line}"
         print(f"\r{line}\033[K" if self.on_terminal else line, file=self.stream, flush=True,
-              end="" if self.on_terminal else "\n")  # fmt: skip
+              end="" if self.on_terminal else "\n")
 
 
 # --- splitting what is written
@@ -331,7 +331,7 @@ def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
 
 
 def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: str,
-            config: PrepareConfig) -> tuple[Counter, dict]:  # fmt: skip
+            config: PrepareConfig) -> tuple[Counter, dict]:
     """Write a data set into `out_dir`, all or nothing; counts of what came, and the meta data.
 
     Raises UserError, also for a corpus without text; then nothing in `out_dir` has changed.
@@ -413,7 +413,7 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
     for name in names:
         if name not in CORPORA:
             raise UserError(f"{name}: no such corpus, there are {' and '.join(CORPORA)}; your own "
-                            f"text: --input={name}")  # fmt: skip
+                            f"text: --input={name}")
     corpus = names[0] if names else "python"
     config = parse(CORPORA[corpus], [arg for arg in argv if arg not in names], __doc__)
     if names and (config.input or len(names) > 1):
@@ -421,7 +421,7 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
     if not 0 <= config.val_fraction < 1:
         raise UserError(f"--val_fraction={config.val_fraction}: at least 0 and less than 1")
     for name, low, high in (("test_rows", 0, None), ("val_rows", 0, None), ("processes", 0, None),
-                            ("min_chars", 0, PART // 2), ("shards", 1, 1823)):  # fmt: skip
+                            ("min_chars", 0, PART // 2), ("shards", 1, 1823)):
         value = getattr(config, name)
         if value < low or (high and value > high):
             most = f" and at most {high}" if high else ""
@@ -469,11 +469,11 @@ def dataset_name(names: str, first: Path) -> str:
 
 
 def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,
-           seconds: float) -> None:  # fmt: skip
+           seconds: float) -> None:
     """Print what came of it, and what to do next."""
     print(f"{counts['documents']:,} documents, {skipped(counts, config)}")
     print(f"{counts['bytes'] / 1e6:.2f} MB of text in {seconds:.1f} s, "
-          f"{counts['bytes'] / 1e6 / seconds:.1f} MB/s")  # fmt: skip
+          f"{counts['bytes'] / 1e6 / seconds:.1f} MB/s")
     if counts["cut"]:
         print(f"{counts['cut']:,} tokens dropped, of documents that the rows of test or val cut")
     for split, tokens in meta["tokens"].items():

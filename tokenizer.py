@@ -47,7 +47,7 @@ TABLES = {  # entries: pattern, ids of special tokens, NFC
     100_256: (CL100K_PATTERN, {"<|endoftext|>": 100_257, "<|endofprompt|>": 100_276}, False),
     151_643: (QWEN_PATTERN, {"<|endoftext|>": 151_643, "<|im_start|>": 151_644,
                              "<|im_end|>": 151_645}, True),
-}  # fmt: skip
+}
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of a document, not of a chat's turn
 QWEN_EOS, QWEN_ROWS = 151_643, 151_936
 QWEN_URL = "https://huggingface.co/Qwen/Qwen3-0.6B-Base/resolve/main/tokenizer.json"
@@ -60,7 +60,7 @@ class Tokenizer:
     """
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, eos_id: int | None = None,
-                 model_rows: int = 0, nfc: bool = False):  # fmt: skip
+                 model_rows: int = 0, nfc: bool = False):
         self.name = name
         self.encoding = encoding
         self.nfc = nfc  # whether text is normalised first: e and an accent become one character
@@ -161,7 +161,7 @@ def get_tokenizer(name: str) -> Tokenizer:
     near = difflib.get_close_matches(name, known, 1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise UserError(f"unknown tokenizer {name!r}{hint}; known are {', '.join(known)}, and the path "
-                    "of a tokenizer.json or .tiktoken file")  # fmt: skip
+                    "of a tokenizer.json or .tiktoken file")
 
 
 def byte_encoding() -> tiktoken.Encoding:
@@ -212,7 +212,7 @@ def qwen3() -> Tokenizer:
     tokenizer = from_path(path, "qwen3")
     if (tokenizer.eos_id, tokenizer.model_rows) != (QWEN_EOS, QWEN_ROWS):
         raise UserError(f"{path} is not Qwen3's tokenizer (its EOS is {tokenizer.eos_id}, not "
-                        f"{QWEN_EOS}); delete it to download it again")  # fmt: skip
+                        f"{QWEN_EOS}); delete it to download it again")
     return tokenizer
 
 
@@ -285,7 +285,7 @@ def from_table(path: Path, name: str) -> Tokenizer:
     if len(ranks) not in TABLES:
         sizes = ", ".join(f"{size:,}" for size in TABLES)
         raise ValueError(f"{len(ranks):,} tokens; the known tables (gpt2, cl100k_base, qwen) have "
-                         f"{sizes}, for another use its tokenizer.json")  # fmt: skip
+                         f"{sizes}, for another use its tokenizer.json")
     return build(name, ranks, *TABLES[len(ranks)])
 
 
@@ -326,7 +326,7 @@ def split_pattern(pre_tokenizer: dict | None) -> str:
         first = steps[0]
         isolated = first.get("behavior") == "Isolated" and not first.get("invert")
         if len(steps) == 2 and first.get("type") == "Split" and isolated \
-                and not last.get("use_regex", True) and "Regex" in first["pattern"]:  # fmt: skip
+                and not last.get("use_regex", True) and "Regex" in first["pattern"]:
             return first["pattern"]["Regex"]
     kinds = " + ".join(str(step.get("type")) for step in steps)
     raise ValueError(f"its pre-tokenizer ({kinds}) is not a Split by one regex and ByteLevel")
@@ -344,7 +344,7 @@ def merge_ranks(vocab: dict[str, int], merges: list[list[str]], whole: bool = Fa
         raise ValueError("its merges are not in the order of their ids")
     reachable = {*made, *(i for token, i in vocab.items() if len(token) == 1)}
     ranks = {bytes(map(byte_of.__getitem__, token)): i for token, i in vocab.items()
-             if whole or i in reachable}  # fmt: skip
+             if whole or i in reachable}
     if any(bytes([i]) not in ranks for i in range(256)):
         raise ValueError("not all 256 bytes are tokens")
     return ranks
@@ -358,7 +358,7 @@ def byte_letters() -> dict[str, int]:
 
 
 def build(name: str, ranks: dict[bytes, int], pattern: str, special: dict[str, int],
-          nfc: bool) -> Tokenizer:  # fmt: skip
+          nfc: bool) -> Tokenizer:
     """A tokenizer from its parts."""
     end = next((special[end] for end in ENDS if end in special), None)
     if end is None:

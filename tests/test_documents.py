@@ -60,7 +60,7 @@ def test_files_are_named_by_lists_folders_and_globs(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     found = {names: [str(p) for p in find_files(names)] for names in
-             ("b", "a.txt, b/*.txt", "b/**/*.gz", "x,y.txt", "a.txt,a.txt", "b/*")}  # fmt: skip
+             ("b", "a.txt, b/*.txt", "b/**/*.gz", "x,y.txt", "a.txt,a.txt", "b/*")}
     assert found == {
         "b": ["b/1.jsonl.gz", "b/2.txt", "b/c/3.txt.gz"],
         "a.txt, b/*.txt": ["a.txt", "b/2.txt"],
@@ -70,7 +70,7 @@ def test_files_are_named_by_lists_folders_and_globs(tmp_path, monkeypatch):
         "b/*": ["b/1.jsonl.gz", "b/2.txt", "b/c/3.txt.gz"],
     }
     for names, message in (("z*.txt", "z[*].txt does not exist"), (",", "names no file"),
-                           ("b/no.md", "no.md is or holds no")):  # fmt: skip
+                           ("b/no.md", "no.md is or holds no")):
         with pytest.raises(UserError, match=message):
             find_files(names)
     for names, name in (("b", "b"), ("b/2.txt", "2"), ("b/1.jsonl.gz", "1"), ("b/*.gz", "b")):
@@ -78,7 +78,7 @@ def test_files_are_named_by_lists_folders_and_globs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-20], lambda b: b[:200] + b"xx" + b[202:],
-                                    lambda b: b"no gzip"])  # fmt: skip
+                                    lambda b: b"no gzip"])
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
 def test_a_damaged_gzip_file_is_named(tmp_path, name, damage):
     whole = gzip.compress(jsonl(*map(str, range(10_000))))
@@ -100,7 +100,7 @@ def test_parquet_without_pyarrow_is_one_clear_message(tmp_path, monkeypatch):
         find_files(str(tmp_path))
     with pytest.raises(UserError, match="pip install pyarrow"):
         prepare_data.main(["fineweb-edu", "--tokenizer=bytes", f"--out_dir={tmp_path / 'out'}",
-                           "--base_url=http://127.0.0.1:9"])  # fmt: skip
+                           "--base_url=http://127.0.0.1:9"])
 
 
 def write_parquet(path: Path, texts: list, column: str = "text") -> None:
@@ -196,7 +196,7 @@ def test_a_download_that_breaks_off_goes_on_where_it_stopped(tmp_path, server):
     steps = get(server, tmp_path / "a", tries=2)  # each try brings something
     assert (tmp_path / "a").read_bytes() == DATA
     assert [wanted for _, wanted in server.asked] == \
-        ["", *(f"bytes={n}-" for n in range(100_000, len(DATA), 100_000))]  # fmt: skip
+        ["", *(f"bytes={n}-" for n in range(100_000, len(DATA), 100_000))]
     assert sum(new for new, _, _ in steps) == len(DATA) and steps[-1][1:] == (len(DATA),) * 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
@@ -262,7 +262,7 @@ def test_shards_that_are_there_are_not_downloaded_again(tmp_path, server, monkey
 @pytest.mark.parametrize(("problem", "message"), [
     (KeyboardInterrupt(), "interrupted; the same command goes on with the download"),
     (OSError(errno.ENOSPC, "No space left on device"), "shards: No space left on device"),
-])  # fmt: skip
+])
 def test_a_download_that_is_stopped_is_one_message(tmp_path, monkeypatch, problem, message):
     class Response:
         status, headers = 200, {"Content-Length": "9"}
@@ -290,7 +290,7 @@ def test_the_papers_corpus_from_shards_to_splits(tmp_path, server, capsys):
     server.at_once = 4000
     out = tmp_path / "out"
     prepare_data.main(["fineweb-edu", "--tokenizer=bytes", "--shards=2", f"--base_url={server.url}",
-                       f"--out_dir={out}", "--test_rows=3", "--val_rows=2"])  # fmt: skip
+                       f"--out_dir={out}", "--test_rows=3", "--val_rows=2"])
     meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
     assert (meta["tokens"]["test"], meta["tokens"]["val"]) == (3 * 2048, 2 * 2048)
     text = bytes((out / "train.bin").read_bytes()[::2]).decode("latin-1")
@@ -299,7 +299,7 @@ def test_the_papers_corpus_from_shards_to_splits(tmp_path, server, capsys):
     assert min(map(len, documents_of_train)) >= 100
     assert "under 100 characters skipped" in capsys.readouterr().out
     assert sorted(p.name for p in (out / "shards").iterdir()) == \
-        ["shard_00000.parquet", "shard_00001.parquet"]  # fmt: skip
+        ["shard_00000.parquet", "shard_00001.parquet"]
 
 
 def test_qwen3_is_downloaded_once(tmp_path, server, monkeypatch):

@@ -50,7 +50,9 @@ def case(B, S, g, q0, H, Hkv, d, own=0, sink=True, docs=True, dtype=torch.float3
     k, v = cache[0, C - 1], cache[1, C - 1]
     q, do = torch.randn(2, B, Tq, H, d, generator=r)
     sinks = list(torch.randn(2, Hkv, d, generator=r)) if sink else [None, None]
-    put = lambda x: x if x is None else x.to(DEVICE, x.dtype if x.dtype == torch.int32 else dtype)  # noqa: E731
+    def put(x):
+        return x if x is None else x.to(DEVICE, x.dtype if x.dtype == torch.int32 else dtype)
+
     return [put(x) for x in (q, k, v, start, stop, *sinks)], put(do)
 
 

@@ -207,7 +207,7 @@ def test_case_04_a_tokenizer_that_cannot_be_downloaded_is_one_clear_line(tmp_pat
     result = prep_process(
         f"--input={source}", f"--tokenizer={name}", f"--out_dir={tmp_path / 'out'}",
         TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"), HTTPS_PROXY=offline, https_proxy=offline,
-    )  # fmt: skip
+    )
     assert result.returncode != 0 and time.monotonic() - start < 30
     assert result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
     for word in [name, "TIKTOKEN_CACHE_DIR", "--tokenizer=PATH", "--tokenizer=bytes"]:
@@ -225,7 +225,7 @@ def test_case_04_help_and_imports_need_no_network():
         "    else: raise AssertionError('no help')\n"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                            timeout=60, check=False)  # fmt: skip
+                            timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert "--tokenizer=bytes" in result.stdout
 
@@ -251,7 +251,7 @@ def test_case_03_memory_does_not_grow_with_the_corpus(tmp_path):
         result = subprocess.run(
             [sys.executable, "-c", code, str(ROOT), f"--input={source}", f"--out_dir={out}"],
             capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
+        )
         peaks.append(int(result.stdout.split()[-1]) / 1024)
         counts.append(len(read_ids(out)) + len(read_ids(out, "val")))
     assert max(peaks) < 700 and abs(peaks[1] - peaks[0]) < 20, peaks
@@ -399,7 +399,7 @@ def test_case_13_the_encoding_of_the_platform_does_not_matter(tmp_path):
     result = prep_process(
         f"--input={source}", f"--out_dir={tmp_path / 'c'}", PYTHONUTF8="0", LC_ALL="C",
         PYTHONCOERCECLOCALE="0",
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr
     assert files_under(tmp_path / "c") == here
 
