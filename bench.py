@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import train
-from configurator import UserError, key, parse, run
+from configurator import UserError, key, parse, run, run_command
 from convergence import prefill_command, random_model
 from decoding import Choice, Decoding, Part, draws, ready, split
 from flops import MODES, count_flops, flops_per_token, peak_flops
@@ -404,14 +404,7 @@ COMMANDS = {"flops": flops_command, "train": train_command, "decode": decode_com
 
 
 def main(argv: list[str]):
-    if argv and argv[0] in ("-h", "--help"):
-        print(__doc__.strip() + "\n\ncommands: " + ", ".join(COMMANDS))
-        return
-    if not argv or argv[0] not in COMMANDS:
-        raise UserError(f"{argv[0] + ': unknown' if argv else 'no'} command; choose one of "
-                        f"{', '.join(COMMANDS)}")
-    argv = ["--json=-" if a == "--json" else a for a in argv]
-    COMMANDS[argv[0]](argv[1:])
+    run_command(COMMANDS, argv, __doc__)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,17 @@ def run(main, argv: list[str] | None = None):
         sys.exit(1)
 
 
+def run_command(commands: dict, argv: list[str], usage: str):
+    """Call the command that argv begins with, a function of the rest. Raises UserError."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(usage.strip() + "\n\ncommands: " + ", ".join(commands))
+        return
+    if not argv or argv[0] not in commands:
+        raise UserError(f"{argv[0] + ': unknown' if argv else 'no'} command; choose one of "
+                        f"{', '.join(commands)}")
+    commands[argv[0]](["--json=-" if arg == "--json" else arg for arg in argv[1:]])
+
+
 def parse(defaults, argv: list[str], usage: str):
     """Return a copy of the dataclass `defaults` with the config file and overrides of argv.
 

@@ -25,19 +25,12 @@ class TokenRows:
     """
 
     def __init__(self, path: Path, meta: dict, block_size: int, seed: int | None):
-        if not path.is_file():
-            raise UserError(f"{path}: no such data file; python prepare_data.py makes it")
-        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-        n, promised = path.stat().st_size // dtype.itemsize, meta["tokens"].get(path.stem)
-        if promised is not None and n != promised:
-            raise UserError(f"{path}: {n} tokens, but meta.json says {promised}; the file is cut "
-                            "off or from another preparation, prepare the data set again")
+        self.tokens = open_tokens(path, meta)
         self.path, self.block_size, self.seed = path, block_size, seed
-        self.vocab_size = meta["vocab_size"]
+        self.vocab_size, n = meta["vocab_size"], len(self.tokens)
         if n < block_size + 1:
             raise UserError(f"{path}: {n} tokens, but block_size={block_size} needs at least "
                             f"{block_size + 1}")
-        self.tokens = np.memmap(path, dtype, "r")
         self.n_rows = (n - 1) // block_size
         self.slack = n - 1 - self.n_rows * block_size
         self.epoch = None
@@ -62,11 +55,31 @@ class TokenRows:
         if xy.max() >= self.vocab_size:
             raise UserError(f"{self.path}: holds the id {xy.max()}, but the vocabulary of "
                             f"meta.json has {self.vocab_size}; prepare the data set again")
-        xy = torch.from_numpy(xy)
-        if device.startswith("cuda"):
-            xy = xy.pin_memory().to(device, non_blocking=True)
-        xy = xy.to(device)
+        xy = to_device(xy, device)
         return xy[:, :-1], xy[:, 1:]
+
+
+def open_tokens(path: Path, meta: dict) -> np.ndarray:
+    """The ids of a file, mapped. Raises UserError if it is missing, empty, or not what meta.json
+    says."""
+    size = path.stat().st_size if path.is_file() else None
+    if not size:
+        raise UserError(f"{path}: {'no such data file' if size is None else 'it is empty'}; "
+                        "prepare the data set with such a split (python prepare_data.py --help)")
+    dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+    n, promised = size / dtype.itemsize, meta["tokens"].get(path.stem)
+    if n != (int(n) if promised is None else promised):
+        raise UserError(f"{path}: {n:g} tokens of {dtype.name}, but meta.json says {promised}; the "
+                        "file is cut off or from another preparation, prepare the data set again")
+    return np.memmap(path, dtype, "r")
+
+
+def to_device(ids: np.ndarray, device: str) -> Tensor:
+    """A tensor of some ids; on CUDA the host does not wait for the copy."""
+    x = torch.from_numpy(ids)
+    if device.startswith("cuda"):
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def load_meta(dataset: str) -> tuple[Path, dict]:

@@ -42,17 +42,17 @@ def ready(model: Decoder, dtype: torch.dtype) -> Decoder:
 
 
 def prefill(model: Decoder, idx: Tensor, solver: str = "cyclic", passes: int = 3,
-            n_groups: int = 8, tol: float | None = None) -> Solution:
+            n_groups: int = 8, tol: float | None = None, keep_cache: bool = True) -> Solution:
     """States and cache of prompts idx (B, T), right padded: causality keeps padding harmless.
 
     With `tol`, passes go on until the relative residual is at most tol; T passes are exact.
     """
     if not model.iterates:
-        return one_pass(model, idx)
+        return one_pass(model, idx, keep_cache=keep_cache)
     if solver == "autoregressive":
-        return autoregressive(model, idx)
+        return autoregressive(model, idx, keep_cache=keep_cache)
     limits = dict(n_nograd=passes if tol is None else idx.size(1), n_grad=0, tol=tol,
-                  measure=False)
+                  keep_cache=keep_cache, measure=False)
     if solver == "jacobi":
         return jacobi(model, idx, **limits)
     return cyclic(model, idx, n_groups, **limits)

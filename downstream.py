@@ -15,12 +15,15 @@ from pathlib import Path
 import torch
 
 from configurator import UserError, key, parse
-from decoding import SOLVERS, generate
-from evaluate import CHUNK, Schedule, frozen, schedule_of
+from decoding import SOLVERS, generate, ready
+from evaluate import Schedule, schedule_of
 from model import Decoder, upcast
 from timing import check, device_name, machine, write_json
 from tokenizer import Tokenizer, get_tokenizer
 from train import load_model, pick_device, pick_dtype
+
+CHUNK = 1024  # tokens whose logits are held at a time
+
 
 # ---- log-likelihoods of texts
 
@@ -270,7 +273,7 @@ def downstream_command(argv: list[str]):
     model, checkpoint = load_model(c.out_dir, device)
     schedule = schedule_of(c, model, dtype)
     tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
-    scorer = Scorer(frozen(model, dtype), tokenizer, schedule, c.context, c.batch_size)
+    scorer = Scorer(ready(model, dtype), tokenizer, schedule, c.context, c.batch_size)
     print(f"{c.out_dir}: {model.config.kv}, {schedule}; {machine(device, dtype)}", flush=True)
     began = time.perf_counter()
     results = run_tasks(scorer, tasks, c.task_dir, c.limit)

@@ -29,18 +29,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configurator import UserError, key, parse, run
-from convergence import PassLosses
-from dataset import load_meta
-from decoding import SOLVERS, TOLERANCE, ready, record
+from configurator import UserError, key, parse, run, run_command
+from convergence import CLOSE, PassLosses
+from dataset import load_meta, open_tokens, to_device
+from decoding import SOLVERS, TOLERANCE, prefill, ready, record
 from model import Decoder
-from solvers import Report, Solution, autoregressive, cyclic, jacobi, solve
+from solvers import Report, Solution, solve
 from timing import check, device_name, machine, write_json
 from train import compile_pieces, load_model, pick_device, pick_dtype
 
 SPLITS = ("train", "val", "test")
-CLOSE = 0.01  # as good as converged (section "Iteration schedules in training")
-CHUNK = 1024  # tokens whose logits are held at a time
 REFERENCE = (16, 32)  # groups and passes that stand in for decoding there
 
 
@@ -56,16 +54,10 @@ class Schedule:
     tol: float | None = None
 
     def __call__(self, model: Decoder, idx: Tensor) -> Solution:
-        if self.solver in ("one pass", "training"):
+        if self.solver == "training":
             return solve(model, idx)
-        if self.solver == "autoregressive":
-            return autoregressive(model, idx, keep_cache=False)
-        # T passes are exact under any schedule
-        passes = self.passes if self.tol is None else idx.size(1)
-        how = dict(n_nograd=passes, n_grad=0, tol=self.tol, keep_cache=False, measure=False)
-        if self.solver == "jacobi":
-            return jacobi(model, idx, **how)
-        return cyclic(model, idx, self.n_groups, **how)
+        return prefill(model, idx, self.solver, self.passes, self.n_groups, self.tol,
+                       keep_cache=False)
 
     def __str__(self):
         if self.solver in ("one pass", "autoregressive"):
@@ -75,11 +67,6 @@ class Schedule:
             f"{self.passes} pass{'es' * (self.passes != 1)}"
         solver = "as in training" if self.solver == "training" else self.solver
         return f"{solver}{groups}, {passes}"
-
-
-def frozen(model: Decoder, dtype: torch.dtype) -> Decoder:
-    """The model computing in dtype, and without gradients, which its loss would else prepare."""
-    return ready(model, dtype).requires_grad_(False)
 
 
 def schedule_of(c, model: Decoder, dtype: torch.dtype) -> Schedule:
@@ -114,18 +101,7 @@ class Windows:
 
     def __init__(self, path: Path, meta: dict, block_size: int, vocab_size: int,
                  limit_rows: int | None = None):
-        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-        size = path.stat().st_size if path.is_file() else None
-        if not size:
-            raise UserError(f"{path}: {'no such data file' if size is None else 'it is empty'}; "
-                            "prepare the data set with such a split (python prepare_data.py "
-                            "--help), or choose another with --split=")
-        n, promised = size / dtype.itemsize, meta["tokens"].get(path.stem)
-        if n != (int(n) if promised is None else promised):
-            raise UserError(f"{path}: {n:g} tokens of {dtype.name}, but meta.json says {promised}; "
-                            "the file is cut off or from another preparation, prepare the data "
-                            "set again")
-        self.tokens = np.memmap(path, dtype, "r")[:limit_rows and limit_rows * block_size + 1]
+        self.tokens = open_tokens(path, meta)[:limit_rows and limit_rows * block_size + 1]
         if len(self.tokens) < 2:
             raise UserError(f"{path}: 1 token, but a target needs one before it")
         largest = int(self.tokens.max())
@@ -154,10 +130,7 @@ class Windows:
             xy = np.zeros((2, rows * T), np.int64)
             xy[1] = -1
             xy[0, :len(tokens) - 1], xy[1, :len(tokens) - 1] = tokens[:-1], tokens[1:]
-            xy = torch.from_numpy(xy)
-            if device.startswith("cuda"):
-                xy = xy.pin_memory().to(device, non_blocking=True)
-            yield tuple(xy.to(device).view(2, rows, T))
+            yield tuple(to_device(xy, device).view(2, rows, T))
 
 
 # ---- losses
@@ -289,7 +262,7 @@ def perplexity_command(argv: list[str]):
         raise UserError("solver=paper has schedules of its own: without exact and tol")
     schedule = None if study else schedule_of(c, model, dtype)
     path, windows = load_windows(c, model, checkpoint)
-    model = frozen(model, dtype)
+    model = ready(model, dtype)
     if device.startswith("cuda"):
         compile_pieces()
     step = checkpoint.get("step")
@@ -390,14 +363,7 @@ COMMANDS = {"perplexity": perplexity_command, "downstream": downstream}
 
 
 def main(argv: list[str]):
-    if argv and argv[0] in ("-h", "--help"):
-        print(__doc__.strip() + "\n\ncommands: " + ", ".join(COMMANDS))
-        return
-    if not argv or argv[0] not in COMMANDS:
-        raise UserError(f"{argv[0] + ': unknown' if argv else 'no'} command; choose one of "
-                        f"{', '.join(COMMANDS)}")
-    argv = ["--json=-" if a == "--json" else a for a in argv]
-    COMMANDS[argv[0]](argv[1:])
+    run_command(COMMANDS, argv, __doc__)
 
 
 if __name__ == "__main__":

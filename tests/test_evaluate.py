@@ -15,6 +15,7 @@ from small import random_tokens, small_model, with_documents
 
 import downstream
 import evaluate
+import model as model_module
 from configurator import UserError, run
 from downstream import Scorer, pieces
 from evaluate import (
@@ -247,7 +248,7 @@ def test_graph_replays_on_new_batches(monkeypatch, tmp_path):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_graph_on_gpu(tmp_path, kv, dtype):
     model = small_model(dtype=torch.float32, kv=kv, n_embd=64, head_dim=32, n_hidden=64, **BYTES)
-    model = evaluate.frozen(model.cuda(), dtype)
+    model = evaluate.ready(model.cuda(), dtype)
     write_tokens(tmp_path / "test.bin", 1000)
     windows = Windows(tmp_path / "test.bin", META, 128, 320)
     schedule = Schedule("training", 3, 4)
@@ -569,19 +570,17 @@ def test_case_57_checkpoints_that_run_code(folder, harness, capsys, command):
     assert "never be run" not in capsys.readouterr().out
 
 
-@torch.no_grad()
 def test_evaluation_prepares_no_gradients(folder, monkeypatch):
-    """The loss computes its gradient along the way, unless nothing asks for it."""
-    asked = []
-    plain = evaluate.Decoder.loss
-
-    def loss(self, h, y):
-        asked.append(any(p.requires_grad for p in self.parameters()))
-        return plain(self, h, y)
-
-    monkeypatch.setattr(evaluate.Decoder, "loss", loss)
+    """The loss computes the head's gradient along the way, unless nothing asks for it."""
+    calls, plain = [], model_module.add_product
+    monkeypatch.setattr(model_module, "add_product",
+                        lambda *args: (calls.append(1), plain(*args)))
     evaluate.main(["perplexity", "--device=cpu"])
-    assert asked == [False]
+    assert not calls
+    model, _ = evaluate.load_model("out")
+    x = torch.zeros(1, 4, dtype=torch.long)
+    model.loss(solve(model, x).final, x)
+    assert calls
 
 
 def test_what_the_harness_cannot_do(folder, harness, monkeypatch):
