@@ -234,6 +234,7 @@ def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
 
 def time_micro_step(micro_step: train.MicroStep, x: Tensor, y: Tensor, c: TrainBenchConfig,
                     device: str) -> dict:
+    """Its first run, which compiles and captures, and those after it."""
     def run_once():
         micro_step(x, y)
 

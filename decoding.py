@@ -230,6 +230,7 @@ class Decoding:
         self.streams = [torch.cuda.Stream() for p in parts[1:] if p.ids.is_cuda]
 
     def step(self):
+        """One token more for every row."""
         for stream, part in zip(self.streams, self.parts[1:]):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

@@ -202,6 +202,7 @@ def forward_kernel(q, k0, k1, v0, v1, out0, out1, lse2, start, stop, sink_k, sin
                    Tq, Hkv, G: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr,
                    SPLITS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGES: tl.constexpr):
+    """out and lse2 of a block of packed rows, by online softmax over its keys (or a share)."""
     d: tl.constexpr = D0 + D1
     b, head = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv
     # the last blocks have the most keys under a causal mask: they start first

@@ -22,6 +22,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             shapes: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:

@@ -42,6 +42,7 @@ def config(kernel: str, size: int) -> dict:
 @triton.jit
 def add_norm_kernel(x, y, gain, total, normed, rstd, N, eps, D: tl.constexpr, BLOCK: tl.constexpr,
                     ROWS: tl.constexpr):
+    """total = x + y, normed = its norm, and rstd = 1 / rms for the way back; ROWS rows of D."""
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
     at = n[:, None] * D + c[None, :]
@@ -61,6 +62,7 @@ def add_norm_kernel(x, y, gain, total, normed, rstd, N, eps, D: tl.constexpr, BL
 def add_norm_backward_kernel(dnormed, dtotal, dstate, total, rstd, gain, out, partial, N,
                              D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                              HAS_TOTAL: tl.constexpr, HAS_STATE: tl.constexpr):
+    """out = the gradient of x, and of y; this program's part of the gain's joins its row."""
     c = tl.arange(0, BLOCK)
     g = tl.load(gain + c, c < D, 0.0).to(tl.float32)[None, :]
     dgain = tl.zeros((ROWS, BLOCK), tl.float32)

@@ -197,6 +197,7 @@ def weights_gradient(x, g, alpha, scale, dalpha, turn, n, alpha_stride, D, b, K:
 def weights_kernel(h, rstd, gain, alpha, scale, dc, dalpha, turn, radial, N, D, stride,
                    alpha_stride, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr,
                    LP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """d alpha of TOKENS tokens, and the numbers that states_kernel needs: turn and radial."""
     src = tl.arange(0, LP)
     source, exists = distance(h, src, L), src < L
     first = tl.program_id(0) * TOKENS

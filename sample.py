@@ -85,6 +85,7 @@ class Printer:
         self.show()
 
     def extend(self, b: int, text: str, final: bool):
+        """Add to sample b's text, but for what may still turn out to be the beginning of `stop`."""
         text, held = self.held[b] + text, 0
         if self.stop:
             at = text.find(self.stop)
