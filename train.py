@@ -619,7 +619,8 @@ class OptimizerStep:
     def capture(self):
         self.lr, self.graph = torch.zeros((), device="cuda"), torch.cuda.CUDAGraph()
         self.set(lr=self.lr, capturable=True)
-        with torch.cuda.graph(self.graph):
+        # thread_local: NCCL's watchdog may look at events while this thread captures
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.run()
         self.set(capturable=False)
 
