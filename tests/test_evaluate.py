@@ -3,8 +3,10 @@
 import json
 import math
 import random
+import re
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -654,3 +656,37 @@ def test_local_tasks_in_the_real_harness(folder, monkeypatch, batch_size):
     assert found["my_texts"]["word_perplexity"] == pytest.approx(math.exp(nats / words), rel=1e-3)
     assert found["my_texts"]["bits_per_byte"] == pytest.approx(nats / n_bytes / math.log(2),
                                                                rel=1e-4)
+
+
+@torch.no_grad()
+def test_the_papers_formats_from_local_files(folder, monkeypatch):
+    """LAMBADA, PIQA and WikiText as the harness asks them, from tests/tasks/."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+    monkeypatch.chdir(Path(__file__).parent.parent)  # which the paths in the tasks start from
+    evaluate.main(["downstream", "--tasks=lambada_local,piqa_local,wikitext_local",
+                   "--task_dir=tests/tasks", f"--out_dir={folder / 'out'}", "--device=cpu",
+                   f"--json={folder / 'result.json'}"])
+    found = json.loads((folder / "result.json").read_text())["results"]
+    s = scorer()
+
+    def rows(name):
+        return map(json.loads, open(f"tests/tasks/{name}.jsonl", encoding="utf-8"))
+
+    words = [row["text"].rpartition(" ") for row in rows("lambada")]
+    nats = [s.loglikelihood([(text, " " + word)])[0][0] for text, _, word in words]
+    assert found["lambada_local"]["perplexity"] == pytest.approx(
+        math.exp(-sum(nats) / len(nats)), rel=1e-3)
+    right = norm = 0
+    for row in rows("piqa"):
+        answers = [" " + row["sol1"], " " + row["sol2"]]
+        nats = [x for x, _ in s.loglikelihood([(f"Question: {row['goal']}\nAnswer:", a)
+                                               for a in answers])]
+        right += int(np.argmax(nats)) == row["label"]
+        norm += int(np.argmax([x / (len(a) - 1) for x, a in zip(nats, answers)])) == row["label"]
+    assert found["piqa_local"]["acc"] == pytest.approx(right / 5)
+    assert found["piqa_local"]["acc_norm"] == pytest.approx(norm / 5)
+    pages = [row["page"] for row in rows("wikitext")]
+    n_words = sum(len(re.split(r"\s+", page)) for page in pages)
+    assert found["wikitext_local"]["word_perplexity"] == pytest.approx(
+        math.exp(-sum(s.loglikelihood_rolling(pages)) / n_words), rel=1e-3)
