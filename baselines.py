@@ -20,6 +20,7 @@ heads, G = H / Hkv, d head size, E = Hkv d, C channels, p router stride. h[0..L]
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -128,67 +129,20 @@ def plan(c: ModelConfig) -> Plan:
     return Plan(tuple(channels), tuple(layers), False)
 
 
-# ---- FLOP per token by closed form
-
-
-def flops(c: ModelConfig, block_size: int, mode: str, passes: int | None = None) -> float:
-    """FLOP per token of a system of this file, counted as in flops.py and without the head.
-
-    mode: training (the config's schedule), prefill (`passes`: nine for lckv and three for the
-    others, if nothing is said) or decode. Mixing channels by weights of a layer's own, as fusedkv
-    does, is no matrix product and does not count.
-    """
-    p, T, D, E = plan(c), block_size, c.n_embd, c.n_kv_head * c.head_dim
-    queries, kv = 2 * D * c.n_head * c.head_dim, 2 * 2 * D * E
-    block = 2 * queries + 2 * D * 3 * c.n_hidden
-    seen = [p.dummy or layer.own is not None for layer in p.layers]  # one more than the past?
-    keys = [(T - 1 if mode == "decode" else (T - 1) / 2) + s for s in seen]
-    attended = [4 * n * c.n_head * c.head_dim for n in keys]
-    linear = [block + kv * projects(p, layer) for layer in range(c.n_layer)]
-    store, mixing = store_flops(c)
-    everything = sum(linear) + sum(attended)
-    if mode == "decode":
-        return everything + (0 if c.kv == "lckv" else store)
-    training = mode == "training"
-    if not p.iterates:
-        dummy = p.dummy * store / T * (1 if training else 2)  # prefill leaves it in the cache, too
-        linear_all = sum(linear) + store + dummy
-        return linear_all + sum(attended) + training * (2 * linear_all + 2.5 * sum(attended))
-    first, end = p.iterated
-    in_pass, attended_in_pass = sum(linear[first:end]), sum(attended[first:end])
-    once, attended_once = sum(linear) - in_pass, sum(attended) - attended_in_pass
-    condensed = c.kv == "lckv"
-    g = min(c.n_groups, T)
-    left_out = len(range(g - 1, T, g)) / T if training else 0  # groups that nobody reads
-    total = once + attended_once
-    n, phases = passes or (9 if condensed else 3), ()
-    if training:
-        n, phases = c.n_grad, [m for m in (c.n_nograd, c.n_grad) if m]
-    for m in phases or [n]:
-        stores = 1 if condensed else 1 + m - left_out
-        total += m * (in_pass + attended_in_pass) + stores * store
-    if not training:
-        return total
-    total += 2 * once + 2.5 * attended_once + n * (2 * in_pass + 2.5 * attended_in_pass)
-    total += 2 * stores * store
-    if c.n_nograd:  # at the start of the passes with gradients the states are constants
-        total -= mixing
-    if condensed:  # only the keys and values of the source layer matter before the last pass
-        total -= (n - 1) * (2 * (block - queries) + 2.5 * attended[end - 1])
-    return total
-
-
-def store_flops(c: ModelConfig) -> tuple[float, float]:
-    """Of what a solver adds to the cache for one token; and the part of it that mixes states."""
-    L, D, kv = c.n_layer, c.n_embd, 2 * 2 * c.n_embd * c.n_kv_head * c.head_dim
-    if c.kv == "nofeedback":
-        inputs = [(n // c.router_stride + 1) * (c.router == "dynamic") for n in range(L)]
-        # a single source is scaled, which is no matrix product
-        mixing = 2 * sum(2 * (n + 1) * D * ((n > 0) + inputs[n]) for n in range(L))
-        return L * kv + mixing, mixing
-    mixing = 2 * (L + 1) * D if c.kv == "feedback" else 0
-    channels = {"lckv": 1, "feedback": 1, "recurrent": L}.get(c.kv, 0)
-    return channels * kv + mixing, mixing
+def named(name: str, n_layer: int) -> dict:
+    """The settings of a system of n_layer layers by its short name, such as k16, static1 or lckv4;
+    LCKV's with its published schedule. Raises ValueError for a name that is no system's."""
+    kind, number = re.fullmatch("(.*?)([0-9]*)", name).groups()
+    if number and kind == "k":
+        return dict(n_channels=int(number))
+    if number and kind == "static":
+        return dict(n_channels=int(number), router="static")
+    if number and kind == "lckv":
+        return dict(kv="lckv", lckv_w=int(number), n_groups=1, n_nograd=7, n_grad=2)
+    if name == "vanilla" or name in SYSTEMS and name != "lckv":
+        return dict(kv=name, n_channels=n_layer)
+    raise ValueError("no system; choose vanilla, k16 (or another number of channels), static16, "
+                     "lckv4 (or another w), nofeedback, feedback, recurrent, fusedkv, fusedkv_lite")
 
 
 # ---- models

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attention import Cache, Rows
-from model import Decoder
+from model import Decoder, ModelConfig
 
 States = list[Tensor]  # h[0..L] of some tokens, L + 1 x (B, T, D)
 
@@ -204,12 +204,16 @@ def one_pass(model: Decoder, idx: Tensor, doc: Tensor | None = None,
 
 def solve(model: Decoder, idx: Tensor, doc: Tensor | None = None, keep_cache: bool = False,
           measure: bool = False) -> Solution:
-    """States of idx (B, T) by the schedule that the model's config trains with.
-
-    LCKV's is Jacobi, of as many passes as the config says.
-    """
+    """States of idx (B, T) by the schedule that the model's config trains with."""
     c = model.config
     if not model.iterates:
         return one_pass(model, idx, doc, keep_cache)
-    n_groups = 1 if c.kv == "lckv" else c.n_groups
-    return cyclic(model, idx, n_groups, c.n_nograd, c.n_grad, None, doc, keep_cache, measure)
+    return cyclic(model, idx, c.n_groups, c.n_nograd, c.n_grad, None, doc, keep_cache, measure)
+
+
+def evaluation_schedule(c: ModelConfig) -> dict[str, int]:
+    """Passes and groups of the paper's prefill: three cyclic passes of eight groups. LCKV's is as
+    its training, nine Jacobi passes (section "Compute cost")."""
+    if c.kv == "lckv":
+        return dict(passes=c.n_nograd + c.n_grad, n_groups=c.n_groups)
+    return dict(passes=3, n_groups=8)

@@ -9,13 +9,10 @@ import torch
 from oracle import document_ids, stack
 from small import SMALL, random_tokens, small_model, with_documents
 
-import attention
-import baselines
-from baselines import SYSTEMS as SYSTEM_CLASSES
 from baselines import lckv_sources, plan
 from configurator import parse
 from decoding import step
-from flops import MODES, count_flops
+from flops import MODES, count_flops, flops_per_token
 from model import ModelConfig, rotary_tables, rotate, set_compute_copies
 from pool import build
 from solvers import autoregressive, cyclic, jacobi, one_pass, solve
@@ -393,27 +390,21 @@ def test_training_in_bfloat16_autocast(name):
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=0.15)
 
 
-FLOPS = dict(n_layer=4, n_channels=4, lckv_w=1, n_groups=3, eos_id=None)
-
-
-@pytest.mark.parametrize("kv", SYSTEM_CLASSES)
+@every_system
 @pytest.mark.parametrize("mode, schedule", [
     ("training", (0, 1)), ("training", (1, 2)), ("prefill", (1, 2)), ("decode", (1, 2))], ids=str)
-def test_flops_by_closed_form_are_those_of_the_code(kv, mode, schedule, monkeypatch):
-    def with_own(q, own_k, own_v, k, v, rows):  # one more entry, as a dummy is
-        return attention.attend(q, k, v, rows, (own_k, own_v)), None
-
-    monkeypatch.setattr(baselines, "with_own", with_own)
-    c = ModelConfig(**{**SMALL, **FLOPS}, kv=kv, n_nograd=schedule[0], n_grad=schedule[1])
-    assert baselines.flops(c, 7, mode, passes=3) == pytest.approx(count_flops(c, 7, mode))
+def test_flops_by_closed_form_are_those_of_the_code(name, mode, schedule):
+    options = SYSTEMS[name][1] | dict(n_nograd=schedule[0], n_grad=schedule[1], n_groups=3)
+    c = ModelConfig(**{**SMALL, **options})
+    assert flops_per_token(c, 7, mode) == pytest.approx(count_flops(c, 7, mode), rel=1e-12)
 
 
 @pytest.mark.parametrize("w, printed", [(4, (1.421, 0.935, 0.173)), (7, (1.174, 0.738, 0.175))])
 def test_flops_of_lckv_beside_the_papers(w, printed):
     """To the digit but for prefill, where the paper's is 0.2 % higher."""
-    c = ModelConfig(kv="lckv", lckv_w=w, n_nograd=7, n_grad=2)
+    c = ModelConfig(kv="lckv", lckv_w=w, n_groups=1, n_nograd=7, n_grad=2)
     for mode, theirs in zip(MODES, printed):
-        ours = baselines.flops(c, 2048, mode) / 1e9
+        ours = flops_per_token(c, 2048, mode) / 1e9
         assert ours == pytest.approx(theirs, abs=0.0025 if mode == "prefill" else 0.001)
 
 
@@ -423,6 +414,6 @@ def test_flops_by_hand():
     mlp, attention_ = 16 * 2 * 3 * 512 * 1536, 16 * 4 * 1024.5 * 576
     forward = projections + mlp + attention_
     c = ModelConfig(kv="fusedkv")
-    assert baselines.flops(c, 2048, "prefill") == forward
-    assert baselines.flops(c, 2048, "training") == forward + 2 * (
+    assert flops_per_token(c, 2048, "prefill") == forward
+    assert flops_per_token(c, 2048, "training") == forward + 2 * (
         projections + mlp) + 2.5 * attention_
