@@ -49,6 +49,12 @@ class Rows:
         return Rows(columns, *(t[:, columns].contiguous() for t in
                                (self.start, self.stop, self.cos, self.sin)))
 
+    def past(self) -> Rows:
+        """The same queries without their own tokens, where they read these; made once."""
+        if "past" not in self._masks:
+            self._masks["past"] = Rows(self.columns, self.start, self.stop - 1, self.cos, self.sin)
+        return self._masks["past"]
+
     def split(self, g: int) -> list[Rows]:
         """The strided groups {i : i mod g = q}; groups beyond T are left out."""
         return [self.at(slice(q, None, g)) for q in range(min(g, self.start.size(1)))]

@@ -10,19 +10,21 @@ from __future__ import annotations
 import copy
 import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import train
+from attention import Cache, Rows
+from baselines import named
 from configurator import UserError, key, parse
 from decoding import fast_steps, move_on, prefill, ready, record
-from flops import flops_per_token, pool_flops
+from flops import flops_per_token, store_flops
 from model import Decoder, ModelConfig
 from pool import build
-from solvers import cyclic, interleave
+from solvers import cyclic, evaluation_schedule, interleave
 from timing import check, empty, environment, machine, measure, synchronise, write_json
 
 CLOSE = 0.01  # perplexity counts as converged within 1 % of the exact one
@@ -37,6 +39,9 @@ class PrefillConfig:
     random: str = key("tiny", "the random model: tiny (config/tiny.py), or paper (4 layers, D 512)")
     schedules: str | None = key(None, "time these only, without perplexities: names like "
                                 "jacobi:75,cyclic16:4,autoregressive, with groups and passes")
+    systems: str | None = key(None, "time the paper's prefill of these instead, names as for "
+                              "bench.py train, such as vanilla,k4,nofeedback; random weights")
+    n_layer: int | None = key(None, "L of random models, with as many channels; None: their own, 4")
     block_size: int | None = key(None, "T, tokens per row; None: the model's (paper: 2048)")
     rows: int = key(16, "held-out rows that the perplexity is taken on")
     batch_size: int | None = key(None, "rows at a time; None: 8 (paper: 64)")
@@ -60,15 +65,9 @@ PAPER_SECONDS = {"jacobi": 0.1393, "autoregressive": 0.1729, "cyclic16": 0.01245
 def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
     """A float32 model, and held-out tokens and targets (rows, T) for it."""
     if c.out_dir is None:
-        config, T = PAPER_MODEL, PAPER_T
-        if c.random == "tiny":
-            settings = parse(train.TrainConfig(), [str(Path(__file__).parent / "config/tiny.py")],
-                             "")
-            config = train.model_config(settings, {"vocab_size": 257, "eos_id": 256})
-            T = settings.block_size
+        config, T = random_sizes(c)
         model = random_model(config, device, c.seed)
-        xy = torch.randint(config.vocab_size - 64, (c.rows, (c.block_size or T) + 1)).to(device)
-        return model.eval(), xy[:, :-1], xy[:, 1:]
+        return model.eval(), *random_tokens(c, config, T, device)
     model, checkpoint = train.load_model(c.out_dir, device)
     if not model.iterates:
         raise UserError(f"{c.out_dir}: kv={model.config.kv} is exact in one pass, there is no "
@@ -82,17 +81,39 @@ def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
     return model, *rows.batch(0, min(c.rows, rows.n_rows), device)
 
 
+def random_sizes(c: PrefillConfig) -> tuple[ModelConfig, int]:
+    """Of the random model, and T."""
+    config, T = PAPER_MODEL, PAPER_T
+    if c.random == "tiny":
+        settings = parse(train.TrainConfig(), [str(Path(__file__).parent / "config/tiny.py")], "")
+        config = train.model_config(settings, {"vocab_size": 257, "eos_id": 256})
+        T = settings.block_size
+    if c.n_layer is not None:
+        config = replace(config, n_layer=c.n_layer, n_channels=c.n_layer)
+    return config, c.block_size or T
+
+
+def random_tokens(c: PrefillConfig, config: ModelConfig, T: int,
+                  device: str) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (rows, T)."""
+    xy = torch.randint(config.vocab_size - 64, (c.rows, T + 1)).to(device)
+    return xy[:, :-1], xy[:, 1:]
+
+
 def random_model(config: ModelConfig, device: str, seed: int) -> Decoder:
     torch.manual_seed(seed)
     model = build(config).to(device)
-    if model.iterates:  # at 0, the mixture would be fixed
-        for branch in (model.kv_pool.key, model.kv_pool.value):
-            torch.nn.init.normal_(branch.router, std=0.02)
+    for name, p in model.named_parameters():
+        if name.endswith(".router"):  # at 0, the mixture would be fixed
+            torch.nn.init.normal_(p, std=0.02)
     return model
 
 
 class PassLosses:
-    """Watches `model.states` during a cyclic solve and takes the loss after every pass."""
+    """Watches `model.states` during a cyclic solve and takes the loss after every pass.
+
+    Where the passes run a part of the stack, the layers above it run for every loss.
+    """
 
     def __init__(self, model: Decoder, targets: Tensor, n_groups: int):
         self.model, self.targets = model, targets
@@ -106,12 +127,17 @@ class PassLosses:
     def __exit__(self, *_):
         del self.model.states  # back to the method
 
-    def __call__(self, *args) -> list[Tensor]:
-        h = self.states(*args)
+    def __call__(self, x: Tensor, rows: Rows, cache: Cache, *layers: int) -> list[Tensor]:
+        h = self.states(x, rows, cache, *layers)
+        if rows.complete:  # the layers below and above, which run once
+            self.rows = rows
+            return h
         self.parts.append(h[-1])
         if len(self.parts) == self.n_groups:
-            self.losses.append(self.model.loss(interleave(self.parts, dim=1), self.targets))
-            self.parts = []
+            final, self.parts = interleave(self.parts, dim=1), []
+            if layers:
+                final = self.states(final, self.rows, None, layers[1])[-1]
+            self.losses.append(self.model.loss(final, self.targets))
         return h
 
 
@@ -166,7 +192,7 @@ class Schedule:
     def flops(self, config: ModelConfig, T: int) -> float:
         """FLOP per token without the head; token by token, as decoding, on T / 2 keys."""
         total = flops_per_token(config, T, "prefill", passes=self.passes)
-        return total - (self.solver == "autoregressive") * pool_flops(config)
+        return total - (self.solver == "autoregressive") * store_flops(config)[0]
 
 
 @torch.no_grad()
@@ -174,16 +200,20 @@ def prefill_command(argv: list[str]):
     """Passes and time of Jacobi, cyclic and autoregressive prefill."""
     c = parse(PrefillConfig(), argv, "python bench.py prefill: passes and time of every schedule "
               "to within 1 % of the exact perplexity,\nor time of the given schedules")
-    check(c, "block_size", "rows", "batch_size", "max_passes", "trials", "warmups")
+    check(c, "n_layer", "block_size", "rows", "batch_size", "max_passes", "trials", "warmups")
     if c.random not in ("tiny", "paper"):
         raise UserError(f"random={c.random}: choose tiny or paper")
+    if c.out_dir is not None and (c.systems or c.n_layer):
+        raise UserError("systems and n_layer are for random models: without out_dir")
     if c.batch_size is None:
         c.batch_size = PAPER_BATCH if c.out_dir is None and c.random == "paper" else 8
     device = train.pick_device(c.device)
     dtype, on_cuda = train.pick_dtype(c.dtype, device), device.startswith("cuda")
-    compiled = bool(on_cuda and c.schedules) if c.compile is None else c.compile
+    compiled = bool(on_cuda and (c.schedules or c.systems)) if c.compile is None else c.compile
     if compiled:
         train.compile_pieces()
+    if c.systems:
+        return time_systems(c, device, dtype, compiled)
     model, x, y = load(c, device)
     T = x.size(1)
     given = c.schedules and [Schedule.parse(text, T) for text in c.schedules.split(",")]
@@ -245,6 +275,42 @@ def time_schedules(schedules: list[Schedule], timed: Timer, config: ModelConfig,
               f"{1e3 * r['seconds_per_sequence']:11.3f} {r['tokens_per_second']:10,.0f} "
               f"{r['first_seconds']:8.1f} {r['ratio']:6.2f} {printed}")
     return rows
+
+
+def time_systems(c: PrefillConfig, device: str, dtype: torch.dtype, compiled: bool):
+    """Times of the paper's prefill of several systems; the first is what others are compared to."""
+    sizes, T = random_sizes(c)
+    configs = {}
+    for name in c.systems.split(","):
+        try:
+            configs[name] = replace(sizes, **named(name, sizes.n_layer))
+        except ValueError as error:
+            raise UserError(f"systems={c.systems}, {name}: {error}") from None
+    graph = device.startswith("cuda") and c.graph
+    print(f"random weights and tokens: L={sizes.n_layer}, D={sizes.n_embd}, T={T}, batch "
+          f"{c.batch_size}; {machine(device, dtype)}, {'' if compiled else 'not '}compiled, "
+          f"{'CUDA graph' if graph else 'eager'}\n\n{'':12s} {'schedule':>15s} "
+          f"{'GFLOP/token':>11s} {'ms/sequence':>11s} {'tokens/s':>10s} {'first s':>8s} {'x':>6s}")
+    results = {}
+    for name, config in configs.items():
+        x, _ = random_tokens(replace(c, rows=c.batch_size), config, T, device)
+        model = ready(random_model(config, device, c.seed).eval(), dtype)
+        schedule = Schedule("one pass", 1, 1)
+        if model.iterates:
+            how = evaluation_schedule(config)
+            schedule = Schedule("jacobi" if how["n_groups"] == 1 else "cyclic", **how)
+        flops = schedule.flops(config, T)
+        r = results[name] = {"schedule": schedule.name, **asdict(schedule),
+                             "flops_per_token": flops, **Timer(c, model, x, device)(schedule)}
+        seconds = r["seconds_per_sequence"]
+        r["ratio"] = seconds / next(iter(results.values()))["seconds_per_sequence"]
+        text = schedule.name if not model.iterates else f"{schedule.name}:{schedule.passes}"
+        print(f"{name:12s} {text:>15s} {flops / 1e9:11.3f} {1e3 * seconds:11.3f} "
+              f"{r['tokens_per_second']:10,.0f} {r['first_seconds']:8.1f} {r['ratio']:6.2f}",
+              flush=True)
+    write_json(c.json, {"command": "prefill", "settings": asdict(c), "compiled": compiled,
+                        "cuda_graph": graph, **environment(device, dtype), "block_size": T,
+                        "batch_size": c.batch_size, "systems": results})
 
 
 def schedule_line(r: dict, exact: float, limit: int) -> str:

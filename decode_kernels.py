@@ -419,7 +419,8 @@ def copies(*weights: Tensor) -> Tensor:
 
 def serve(model: Decoder, h: Tensor) -> bool:
     """Are these kernels for a step of states h (B, D): few rows, on a GPU, weights with copies?"""
-    return is_fast(h) and len(h) <= MAX_ROWS and hasattr(model.embed, "compute")
+    return (model.config.kv in ("vanilla", "whitematter") and is_fast(h) and len(h) <= MAX_ROWS
+            and hasattr(model.embed, "compute"))
 
 
 class Steps:

@@ -18,7 +18,15 @@ from torch import Tensor
 from attention import Cache, is_fast
 from configurator import UserError
 from model import Decoder, set_compute_copies
-from solvers import Report, Solution, autoregressive, cyclic, jacobi, one_pass
+from solvers import (
+    Report,
+    Solution,
+    autoregressive,
+    cyclic,
+    evaluation_schedule,
+    jacobi,
+    one_pass,
+)
 
 try:  # the fast path; Triton comes with PyTorch's CUDA builds
     import decode_kernels
@@ -41,14 +49,19 @@ def ready(model: Decoder, dtype: torch.dtype) -> Decoder:
     return model.to(dtype)
 
 
-def prefill(model: Decoder, idx: Tensor, solver: str = "cyclic", passes: int = 3,
-            n_groups: int = 8, tol: float | None = None, keep_cache: bool = True) -> Solution:
+def prefill(model: Decoder, idx: Tensor, solver: str = "cyclic", passes: int | None = None,
+            n_groups: int | None = None, tol: float | None = None,
+            keep_cache: bool = True) -> Solution:
     """States and cache of prompts idx (B, T), right padded: causality keeps padding harmless.
 
-    With `tol`, passes go on until the relative residual is at most tol; T passes are exact.
+    Passes and groups that are not given are the paper's. With `tol`, passes go on until the
+    relative residual is at most tol; T passes are exact.
     """
     if not model.iterates:
         return one_pass(model, idx, keep_cache=keep_cache)
+    usual = evaluation_schedule(model.config)
+    passes = usual["passes"] if passes is None else passes
+    n_groups = usual["n_groups"] if n_groups is None else n_groups
     if solver == "autoregressive":
         return autoregressive(model, idx, keep_cache=keep_cache)
     limits = dict(n_nograd=passes if tol is None else idx.size(1), n_grad=0, tol=tol,
@@ -283,9 +296,10 @@ class Decoding:
 @torch.no_grad()
 def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
              temperature: float = 0.8, top_k: int | None = None, top_p: float = 1.0,
-             seed: int = 1337, solver: str = "cyclic", passes: int = 3, n_groups: int = 8,
-             tol: float | None = None, stop_id: int | None = None, n_ids: int | None = None,
-             graph: bool = True, stats: Stats | None = None) -> Iterator[list[int | None]]:
+             seed: int = 1337, solver: str = "cyclic", passes: int | None = None,
+             n_groups: int | None = None, tol: float | None = None, stop_id: int | None = None,
+             n_ids: int | None = None, graph: bool = True,
+             stats: Stats | None = None) -> Iterator[list[int | None]]:
     """Continue a batch of prompts (token ids, each at least one, of any lengths).
 
     Yields, step by step, one new id per row; None for a row that has ended. A row ends at

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 import attention
+import baselines
 import model as model_module
+from baselines import plan, projects
 from model import Decoder, ModelConfig
 from pool import build
-from solvers import solve
+from solvers import evaluation_schedule, solve
 
 MODES = ("training", "prefill", "decode")
-PREFILL = dict(passes=3, n_groups=8)  # the paper's evaluation setting
 ATTENTION_BACKWARD = 2.5  # of its forward: five products for two, as in flash attention
 
 # dense bfloat16 FLOP/s by what torch.cuda.get_device_name says; the first that occurs in it
@@ -40,56 +41,91 @@ def peak_flops(device: str) -> float | None:
 
 # ---- FLOP per token by closed form
 
-def pool_flops(c: ModelConfig) -> int:
-    """Of one evaluation of the pool for one token: projections, router and mixing, K and V."""
-    k, L, D = c.n_channels, c.n_layer, c.n_embd
-    n_inputs = -(-L // c.router_stride) if c.router == "dynamic" else 0
-    return 2 * 2 * k * (c.n_kv_head * c.head_dim * D + L * n_inputs * D + L * D)
+def block_flops(c: ModelConfig) -> tuple[int, int, int]:
+    """Of one block for one token, attention apart: queries, own keys and values, and the rest."""
+    D, heads = c.n_embd, 2 * c.n_embd * c.head_dim
+    return heads * c.n_head, heads * 2 * c.n_kv_head, heads * c.n_head + 2 * D * 3 * c.n_hidden
 
 
-def block_flops(c: ModelConfig) -> tuple[int, int]:
-    """Of one block for one token, attention apart: projections before it, and all after it."""
-    heads = c.n_head + (2 * c.n_kv_head if c.kv == "vanilla" else 0)
-    return (2 * c.n_embd * heads * c.head_dim,
-            2 * c.n_embd * (c.n_head * c.head_dim + 3 * c.n_hidden))
+def store_flops(c: ModelConfig) -> tuple[int, int]:
+    """Of what a token leaves in the cache, above what its blocks project on their way up; and the
+    part of it that mixes states by weights that do not depend on the token.
+
+    For WhiteMatter that is one evaluation of the pool: router and mixing, K and V projections.
+    """
+    D, kv = c.n_embd, block_flops(c)[1]
+    if c.kv in ("whitematter", "nofeedback"):
+        total = c.n_channels * kv
+        for channel in plan(c).channels:
+            n = len(channel.sources)
+            inputs = -(-n // c.router_stride) * (channel.mixing == "router")
+            # no feedback: a router's rows for its own channel; and a lone source is only scaled
+            total += 2 * 2 * n * D * (inputs + (n > 1 or c.kv == "whitematter"))
+        return total, 0
+    mixing = 2 * (c.n_layer + 1) * D if c.kv == "feedback" else 0
+    projected = {"lckv": 1, "feedback": 1, "recurrent": c.n_layer}.get(c.kv, 0)
+    return projected * kv + mixing, mixing
 
 
 def flops_per_token(config: ModelConfig, block_size: int, mode: str, head: bool = False,
-                    passes: int = PREFILL["passes"]) -> float:
+                    passes: int | None = None) -> float:
     """FLOP per token in `mode`, by closed form; matrix products and attention, nothing else.
 
     training: forward and backward of the config's schedule on rows of block_size tokens;
-    prefill: so many passes, three if nothing is said, that leave a cache; decode: the last of
+    prefill: so many passes that leave a cache, the paper's if nothing is said; decode: the last of
     block_size tokens, given the cache of those before it. A token attends to the keys that it can
-    see, the dummy included and without document masks: (T + 1) / 2 on average, T in decode.
-    `head` adds the logits of every token. Compare section "Compute cost".
+    see, the dummy and itself included where it reads them, without document masks: (T + 1) / 2 on
+    average, T in decode. `head` adds the logits of every token. Compare section "Compute cost".
     """
-    c, T = config, block_size
+    c, T, L, p = config, block_size, config.n_layer, plan(config)
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: choose one of {', '.join(MODES)}")
-    before, after = block_flops(c)
-    stack = c.n_layer * (before + after)
-    keys = T if mode == "decode" else (T + 1) / 2
-    attended = 4 * keys * c.n_head * c.head_dim * c.n_layer
-    total = head * 2 * c.vocab_size * c.n_embd * (3 if mode == "training" else 1)
-    if c.kv == "vanilla":
-        backward = (2 * stack + ATTENTION_BACKWARD * attended) * (mode == "training")
-        return total + stack + attended + backward
-    pool, dummy = pool_flops(c), pool_flops(c) / T  # the dummy's, once per cache
-    if mode == "decode":
-        return total + stack + attended + pool
-    if mode == "prefill":
-        return total + passes * (stack + attended) + (1 + passes) * pool + dummy
-    # training: a phase pools its first states and each group anew, but the last of the last pass
+    training, condensed = mode == "training", c.kv == "lckv"
+    queries, kv, rest = block_flops(c)
+    blocks = [queries + rest + kv * projects(p, layer) for layer in range(L)]
+    past = T - 1 if mode == "decode" else (T - 1) / 2
+    attended = [4 * (past + (p.dummy or layer.own is not None)) * c.n_head * c.head_dim
+                for layer in p.layers]
+    store, mixing = store_flops(c)
+    dummy = p.dummy * store / T  # once per cache
+    total = head * 2 * c.vocab_size * c.n_embd * (3 if training else 1)
+    if mode == "decode":  # lckv has written its keys and values on the way up
+        return total + sum(blocks) + sum(attended) + store * (not condensed)
+
+    def run(part: slice, times: float = 1) -> float:
+        """So many passes of a part of the stack, forward."""
+        return times * (sum(blocks[part]) + sum(attended[part]))
+
+    def back(part: slice) -> float:
+        return 2 * sum(blocks[part]) + ATTENTION_BACKWARD * sum(attended[part])
+
+    if not p.iterates and c.kv != "whitematter":
+        # a cache to be kept takes the dummy's channels once more
+        total += run(slice(L)) + store + dummy * (1 if training else 2)
+        return total + training * (back(slice(L)) + 2 * (store + dummy))
+    first, end = p.iterated
+    middle, ends = slice(first, end), (slice(first), slice(end, L))
+    n, phases = passes or evaluation_schedule(c)["passes"], ()
+    if training:
+        n, phases = c.n_grad, [m for m in (c.n_nograd, c.n_grad) if m]
+    # a phase stores its first states and each group anew, but in training the last of the last
+    # pass, which nobody reads; lckv stores its first states only
     g = min(c.n_groups, T)
-    last = len(range(g - 1, T, g)) / T
-    for n in filter(None, (c.n_nograd, c.n_grad)):
-        total += n * (stack + attended) + (1 + n - last) * pool + dummy
-    n = c.n_grad
-    total += n * (2 * stack + ATTENTION_BACKWARD * attended)
-    total += 2 * ((1 + n - last) * pool + dummy)
-    # the last block's output is no source: its backward runs in the last pass only
-    return total - (n - 1) * (2 * stack + ATTENTION_BACKWARD * attended) / c.n_layer
+    last = len(range(g - 1, T, g)) / T if training else 0
+    total += sum(map(run, ends))
+    for m in phases or [n]:
+        stored = (1 if condensed else 1 + m - last) * store + dummy
+        total += run(middle, m) + stored
+    if not training:
+        return total
+    total += sum(map(back, ends)) + n * back(middle) + 2 * stored
+    if c.n_nograd:  # the states that the passes with gradients begin with are constants
+        total -= mixing
+    if max(max(channel.sources) for channel in p.channels) < end or condensed:
+        # no source: the backward of the block above all sources runs in the last pass only; keys
+        # and values that it has projected itself, together with the queries, are read before
+        total -= (n - 1) * (back(slice(end - 1, end)) - 2 * condensed * (queries + kv))
+    return total
 
 
 # ---- FLOP per token by running the code
@@ -126,6 +162,10 @@ class Tally:
         B, T, H, d = q.shape
         pairs = int((rows.stop - rows.start).sum()) + (B * T if sink is not None else 0)
         return CountedAttention.apply(self, 4 * pairs * H * d, q, k, v, *(sink or ()))
+
+    def with_own(self, q: Tensor, own_k: Tensor, own_v: Tensor, *others) -> tuple[Tensor, None]:
+        """For `baselines.with_own`: as a sink, the own entry is one key more."""
+        return self.attend(q, *others, (own_k, own_v)), None
 
 
 class Weightless:
@@ -170,13 +210,14 @@ def count_flops(config: ModelConfig, block_size: int, mode: str, device: str = "
     with ExitStack() as stack, torch.set_grad_enabled(mode == "training"):
         for module in (attention, model_module):
             stack.enter_context(patch.object(module, "attend", tally.attend))
+        stack.enter_context(patch.object(baselines, "with_own", tally.with_own))
         stack.enter_context(counter)
         if mode == "training":
             total = solve(model, idx).final.sum()
             tally.in_backward = True
             total.backward()
         elif mode == "prefill":
-            prefill(model, idx, **PREFILL)
+            prefill(model, idx)
         else:
             step(model, cache, idx[:, 0], torch.tensor([block_size - 1]), torch.tensor([0]))
     return (counter.get_total_flops() + tally.flops) / (1 if mode == "decode" else block_size)

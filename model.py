@@ -21,7 +21,8 @@ from torch import Tensor
 
 from attention import Cache, Rows, attend, is_fast, norm_kernels
 
-SYSTEMS = ("whitematter", "vanilla")
+SYSTEMS = ("whitematter", "vanilla", "nofeedback", "lckv", "feedback", "fusedkv", "fusedkv_lite",
+           "recurrent")
 ROUTERS = ("dynamic", "static")
 
 
@@ -41,9 +42,12 @@ class ModelConfig:
     head_dim: int = 96
     n_hidden: int = 1536
     kv: str = "whitematter"  # the system: where a layer's keys and values come from
-    n_channels: int = 16  # k, in 1..n_layer
+    n_channels: int = 16  # k, in 1..n_layer; only whitematter has a choice
     router: str = "dynamic"
     router_stride: int = 2  # p: the router reads every p-th source, counted down from the last
+    top_output: bool = False  # is the final output h[L] one of the pool's sources too?
+    dummy: bool = True  # without it, the first token of a document attends to nothing
+    lckv_w: int = 4  # w, layers of lckv that keep their own keys and values
     n_groups: int = 8  # g of the cyclic schedule; 1 is Jacobi
     n_nograd: int = 1
     n_grad: int = 2
@@ -64,8 +68,18 @@ class ModelConfig:
               f"n_head={self.n_head} is no multiple of n_kv_head={self.n_kv_head}")
         check(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: RoPE needs an even number, "
               f"such as {self.head_dim + 1}")
-        check(1 <= self.n_channels <= self.n_layer or self.kv == "vanilla",
+        check(1 <= self.n_channels <= self.n_layer or self.kv != "whitematter",
               f"n_channels={self.n_channels}: 1 to n_layer={self.n_layer} are possible")
+        check(self.n_channels == self.n_layer or self.kv != "nofeedback",
+              f"n_channels={self.n_channels}: nofeedback needs n_layer={self.n_layer} of them")
+        check(0 <= self.lckv_w <= self.n_layer - 2 or self.kv != "lckv",
+              f"lckv_w={self.lckv_w}: 0 to n_layer-2={self.n_layer - 2} are possible")
+        check(self.n_layer > 1 or not self.kv.startswith("fusedkv"),
+              f"n_layer={self.n_layer}: {self.kv} needs at least 2")
+        check(not self.top_output or self.kv == "whitematter",
+              f"top_output={self.top_output}: only whitematter has a choice")
+        check(self.dummy or self.kv in ("whitematter", "nofeedback"),
+              f"dummy={self.dummy}: only whitematter and nofeedback have a choice")
         check(self.eos_id is None or 0 <= self.eos_id < self.vocab_size,
               f"eos_id={self.eos_id}: it must lie in 0..vocab_size-1={self.vocab_size - 1}")
 
@@ -272,15 +286,22 @@ class Decoder(nn.Module):
     iterates = False  # does a channel need states that are not known yet (solvers.py)?
     own_kv = True  # do the blocks project keys and values themselves?
     has_dummy = False  # position 0 belongs to a dummy, documents start at 1
+    sources = slice(0, -1)  # the states h[0..L] that iterated channels are made of
     matrices = ("embed",)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
-        self.blocks = nn.ModuleList(Block(config, self.own_kv) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, self.has_kv(layer))
+                                    for layer in range(config.n_layer))
         self.norm = nn.Parameter(torch.ones(config.n_embd))
         self.n_channels = config.n_layer
+        self.iterated = (0, config.n_layer)  # the layers that every pass of a solver runs again
+
+    def has_kv(self, layer: int) -> bool:
+        """Does this block project keys and values itself?"""
+        return self.own_kv
 
     def init_weights(self):
         """N(0, 0.02) for every matrix, gains at 1."""
@@ -329,13 +350,15 @@ class Decoder(nn.Module):
             dtype = torch.get_autocast_dtype(kind)
         return Cache(like.new_zeros(shape, dtype=dtype), like.new_zeros(shape, dtype=dtype))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, rows: Rows,
+    def attend(self, layer: int, q: Tensor, h: list[Tensor], kv: list, rows: Rows,
                cache: Cache | None) -> Tensor:
-        """What `layer` reads: attention of its queries, given its own keys and values.
+        """What `layer` reads: attention of its queries, given the states that enter the layers up
+        to this one, and the keys and values that their blocks have projected.
 
         Whole rows are complete in themselves and leave copies in the cache, if there is one;
         single tokens (decoding, no gradients) attend to what the cache holds.
         """
+        k, v = kv[-1]
         if cache is not None:
             with torch.no_grad():
                 cache.put(rows.columns, k, v, channel=layer)
@@ -345,15 +368,27 @@ class Decoder(nn.Module):
         """Add finished tokens to the cache, given their states h[0..L] (systems that iterate)."""
         cache.put(rows.columns, *self.pool(h, rows))
 
-    def states(self, x: Tensor, rows: Rows, cache: Cache | None = None) -> list[Tensor]:
-        """States(X; P) of section 3.3: embeddings (B, T, D) -> h[0..L], L + 1 x (B, T, D)."""
-        h = [x]
-        a = rms_norm(x, self.blocks[0].attn_norm)
-        for layer, block in enumerate(self.blocks):
-            q, k, v = block.project(a, rows.cos, rows.sin)
-            attended = self.attend(layer, q, k, v, rows, cache).flatten(-2)  # (B, T, H d)
+    def refill(self, h: list[Tensor], rows: Rows, cache: Cache):
+        """Fill the iterated channels from the states that the passes of a solver start from."""
+        self.store(h, rows, cache)
+
+    def states(self, x: Tensor, rows: Rows, cache: Cache | None = None, first: int = 0,
+               end: int | None = None) -> list[Tensor]:
+        """States(X; P) of section 3.3: embeddings (B, T, D) -> h[0..L], L + 1 x (B, T, D).
+
+        Or a part of the stack: h[first] -> h[first..end].
+        """
+        end = len(self.blocks) if end is None else end
+        h, kv = [x], []  # each of them begins with layer `first`
+        if first < end:
+            a = rms_norm(x, self.blocks[first].attn_norm)
+        for layer in range(first, end):
+            block = self.blocks[layer]
+            q, *own = block.project(a, rows.cos, rows.sin)
+            kv.append(own)
+            attended = self.attend(layer, q, h, kv, rows, cache).flatten(-2)  # (B, T, H d)
             x, a, _ = add_norm(x, linear(attended, block.o_proj), block.mlp_norm)
-            if layer + 1 < len(self.blocks):  # with the norm that the next block begins with
+            if layer + 1 < end:  # with the norm that the next block begins with
                 x, a, state = add_norm(x, block.mlp(a), self.blocks[layer + 1].attn_norm)
             else:
                 x = state = x + block.mlp(a)

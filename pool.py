@@ -28,20 +28,21 @@ except ImportError:
     pool_kernels = None
 
 
-def initial_sources(n_channels: int, n_sources: int) -> Tensor:
+def initial_sources(n_channels: int, n_sources: int, top_output: bool = False) -> Tensor:
     """0/1 matrix (k, L): which sources the router's bias selects at the start (section 3.1).
 
     k = 1 "top": the last source. 1 < k < L "cyclic": source l feeds channel l mod k.
     k = L "shifted identity": channel j takes the next source, min(j + 1, L - 1).
+    `top_output`: one of the sources is the final output, so that L is one less for these cases.
     """
-    k, L = n_channels, n_sources
-    start = torch.zeros(k, L)
+    k, S = n_channels, n_sources
+    start = torch.zeros(k, S)
     if k == 1:
-        start[0, L - 1] = 1
-    elif k < L:
-        start[torch.arange(L) % k, torch.arange(L)] = 1
+        start[0, S - 1] = 1
+    elif k < S - top_output:
+        start[torch.arange(S) % k, torch.arange(S)] = 1
     else:
-        start[torch.arange(k), (torch.arange(k) + 1).clamp(max=L - 1)] = 1
+        start[torch.arange(k), (torch.arange(k) + 1).clamp(max=S - 1)] = 1
     return start
 
 
@@ -56,8 +57,9 @@ class Branch(nn.Module):
 
     def __init__(self, c: ModelConfig):
         super().__init__()
-        k, L, D, E = c.n_channels, c.n_layer, c.n_embd, c.n_kv_head * c.head_dim
-        self.stride = c.router_stride
+        k, D, E = c.n_channels, c.n_embd, c.n_kv_head * c.head_dim
+        L = c.n_layer + c.top_output
+        self.stride, self.top_output = c.router_stride, c.top_output
         self.inputs = slice((L - 1) % c.router_stride, None, c.router_stride)
         n_inputs = len(range(L)[self.inputs])  # L'
         self.pre_norm = nn.Parameter(torch.ones(L, D))
@@ -72,7 +74,7 @@ class Branch(nn.Module):
         if self.router is not None:
             nn.init.zeros_(self.router)
         with torch.no_grad():
-            self.bias.copy_(0.25 * initial_sources(*self.bias.shape))
+            self.bias.copy_(0.25 * initial_sources(*self.bias.shape, self.top_output))
         nn.init.normal_(self.proj, std=0.02)
 
     def weights(self, h: Tensor) -> Tensor:
@@ -99,16 +101,17 @@ class Pool(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.heads = (c.n_kv_head, c.head_dim)
-        self.n_sources = c.n_layer
+        self.n_sources = c.n_layer + c.top_output
         self.key, self.value = Branch(c), Branch(c)
         self.key_norm = nn.Parameter(torch.ones(c.n_channels, c.head_dim))
-        self.dummy = nn.Parameter(torch.empty(c.n_embd))
+        self.dummy = nn.Parameter(torch.empty(c.n_embd)) if c.dummy else None
 
     def init_weights(self):
         """Router weight 0, selected biases 0.25, projections and the dummy N(0, 0.02)."""
         self.key.init_weights()
         self.value.init_weights()
-        nn.init.normal_(self.dummy, std=0.02)
+        if self.dummy is not None:
+            nn.init.normal_(self.dummy, std=0.02)
 
     def channels(self, h: list[Tensor], cos: Tensor, sin: Tensor,
                  folded=None) -> tuple[Tensor, Tensor]:
@@ -138,12 +141,13 @@ class WhiteMatter(Decoder):
     reads_itself = False
     iterates = True
     own_kv = False
-    has_dummy = True
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.kv_pool = Pool(config)
         self.n_channels = config.n_channels
+        self.has_dummy = config.dummy
+        self.sources = slice(0, self.kv_pool.n_sources)
 
     def init_weights(self):
         super().init_weights()
@@ -151,7 +155,7 @@ class WhiteMatter(Decoder):
 
     def pool(self, h: list[Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """h[0..L], as `states` returns them -> channels (k, B, T, Hkv, d)."""
-        return self.kv_pool.channels(h[:self.kv_pool.n_sources], rows.cos, rows.sin)
+        return self.kv_pool.channels(h[self.sources], rows.cos, rows.sin)
 
     def new_cache(self, B: int, S: int, like: Tensor) -> Cache:
         """It begins with the dummy, and keeps the pool's weights ready for many evaluations."""
@@ -159,20 +163,25 @@ class WhiteMatter(Decoder):
         folded = None
         if pool_kernels is not None and is_fast(like):
             folded = pool_kernels.Folded(pool.key, pool.value, like.dtype)
-        return Cache(empty.k, empty.v, pool.dummy_channels(folded), folded)
+        sink = pool.dummy_channels(folded) if self.has_dummy else None
+        return Cache(empty.k, empty.v, sink, folded)
 
-    def attend(self, layer: int, q: Tensor, k: None, v: None, rows: Rows, cache: Cache) -> Tensor:
+    def attend(self, layer: int, q: Tensor, h: list[Tensor], kv: list, rows: Rows,
+               cache: Cache) -> Tensor:
         return cache.attend(q, layer % self.n_channels, rows)
 
     def store(self, h: list[Tensor], rows: Rows, cache: Cache):
         if cache.weights is None:
             return super().store(h, rows, cache)
-        sources = h[:self.kv_pool.n_sources]
-        cache.put_projected(rows, cache.weights.channels(sources), self.kv_pool.key_norm)
+        projected = cache.weights.channels(h[self.sources])
+        cache.put_projected(rows, projected, self.kv_pool.key_norm)
 
 
 def build(config: ModelConfig) -> Decoder:
     """The model of `config`, freshly initialised."""
-    model = {"vanilla": Decoder, "whitematter": WhiteMatter}[config.kv](config)
+    import baselines  # which needs what is above
+
+    systems = {"vanilla": Decoder, "whitematter": WhiteMatter, **baselines.SYSTEMS}
+    model = systems[config.kv](config)
     model.init_weights()
     return model

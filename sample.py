@@ -26,6 +26,7 @@ from configurator import UserError, key, parse, run
 from decoding import SOLVERS, TOLERANCE, Stats, generate, ready
 from model import Decoder
 from prepare_data import Tokenizer, get_tokenizer
+from solvers import evaluation_schedule
 from train import load_model, pick_device, pick_dtype
 
 
@@ -45,8 +46,8 @@ class SampleConfig:
     seed: int = key(1337, "of the first sample's random choices, the next has seed + 1")
     stop: str | None = key(None, "a sample also ends before this text")
     solver: str = key("cyclic", "of the prefill: cyclic, jacobi or autoregressive")
-    passes: int = key(3, "of the prefill")
-    n_groups: int = key(8, "g of the cyclic prefill")
+    passes: int | None = key(None, "of the prefill; None: the paper's 3, or as LCKV was trained")
+    n_groups: int | None = key(None, "g of the cyclic prefill; None: 8, or as LCKV was trained")
     exact: bool = key(False, "iterate the prefill until it has converged, whatever passes says")
     ignore_eos: bool = key(False, "go on after the end of the document")
     graph: bool = key(True, "on cuda: decode by a CUDA graph")
@@ -140,7 +141,7 @@ def check(c: SampleConfig):
     """Raise UserError for values that mean nothing."""
     for name, least in (("num_samples", 1), ("max_new_tokens", 0), ("temperature", 0),
                         ("passes", 1), ("n_groups", 1), ("seed", 0)):
-        if not getattr(c, name) >= least:  # also refuses nan
+        if getattr(c, name) is not None and not getattr(c, name) >= least:  # also refuses nan
             raise UserError(f"{name}={getattr(c, name)}: at least {least} is needed")
     if c.top_k is not None and c.top_k < 0:
         raise UserError(f"top_k={c.top_k}: a positive number, or 0 for all tokens")
@@ -217,7 +218,8 @@ def describe(c: SampleConfig, model: Decoder, s: Stats) -> str:
     """Speed and accuracy in one line."""
     how, accuracy = "one pass", ""
     if model.iterates:
-        groups = f" of {c.n_groups} groups" if c.solver == "cyclic" else ""
+        n_groups = c.n_groups or evaluation_schedule(model.config)["n_groups"]
+        groups = f" of {n_groups} groups" if c.solver == "cyclic" else ""
         how = f"{s.report.passes} {c.solver} pass{'es' * (s.report.passes > 1)}{groups}"
         if s.report.converged is not None:
             accuracy = (f" ({'converged' if s.report.converged else 'not converged'}, "

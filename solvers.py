@@ -4,7 +4,8 @@ Three ways to resolve the feedback (section 3.3): H = States(X; Pool(H)).
 `autoregressive` is exact and sequential in T, `jacobi` updates all tokens at once, `cyclic` runs
 g strided groups in order, each reading what the groups before it have just computed. All three
 are causal for any schedule: no output depends on a later token. `one_pass` serves the systems
-that need no iteration, `solve` picks by the model's config.
+that need no iteration, `solve` picks by the model's config. Where only some layers depend on
+what they produce (LCKV), those below and above them run once, on whole rows.
 
 Truncated backpropagation: only the last `n_grad` passes carry gradients. They start from states
 that are constants (with `n_nograd = 0`: from the embeddings, which are not), and project the
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attention import Cache, Rows
-from model import Decoder
+from model import Decoder, ModelConfig
 
 States = list[Tensor]  # h[0..L] of some tokens, L + 1 x (B, T, D)
 
@@ -32,11 +33,11 @@ class Report:
     residuals: list[float] = field(default_factory=list)  # a relative one per pass, if measured
     tol: float | None = None
 
-    def add(self, new: list[States], old: list[States], measure: bool):
+    def add(self, new: list[States], old: list[States], sources: slice, measure: bool):
         """Count a pass; measure its relative change if asked to, or if a tolerance waits for it."""
         self.passes += 1
         if measure or self.tol is not None:
-            self.residuals.append(difference(new, old))
+            self.residuals.append(difference(new, old, sources))
 
     @property
     def residual(self) -> float | None:
@@ -82,26 +83,30 @@ def interleave(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def initial(x: Tensor, model: Decoder) -> States:
-    """H(0): each token's embedding (B, T, D) as its state at every source."""
-    return [x] * (model.config.n_layer + 1)
+    """H(0): what enters the iterated layers, an embedding (B, T, D), as every state there."""
+    first, end = model.iterated
+    return [x] * (end - first + 1)
 
 
 def constant(h: States) -> States:
     return [x.detach() for x in h]
 
 
-def pool_all(model: Decoder, xs: list[Tensor], parts: list[States], groups: list[Rows]) -> Cache:
-    """P = Pool(H) for all tokens, in a new cache; xs (B, T/g, D) are the groups' embeddings."""
-    cache = model.new_cache(len(xs[0]), sum(x.size(1) for x in xs), like=xs[0])
+def pool_all(model: Decoder, parts: list[States], groups: list[Rows],
+             whole: Cache | None = None) -> Cache:
+    """P = Pool(H) for all tokens, in a new cache, or as a new tape on the memory of `whole`."""
+    x = parts[0][0]
+    cache = Cache(whole.k, whole.v) if whole is not None else model.new_cache(
+        len(x), sum(h[0].size(1) for h in parts), like=x)
     for h, rows in zip(parts, groups):
-        model.store(h, rows, cache)
+        model.refill(h, rows, cache)
     return cache
 
 
 @torch.no_grad()
-def difference(new: list[States], old: list[States]) -> float:
-    """||new - old|| / ||new|| over the L source states, all tokens together (Frobenius)."""
-    pairs = [(a, b) for p, q in zip(new, old) for a, b in zip(p[:-1], q[:-1])]
+def difference(new: list[States], old: list[States], sources: slice = slice(0, -1)) -> float:
+    """||new - old|| / ||new|| over the source states, all tokens together (Frobenius)."""
+    pairs = [(a, b) for p, q in zip(new, old) for a, b in zip(p[sources], q[sources])]
     change = sum((a - b).double().square().sum() for a, b in pairs)
     return (change / sum(a.double().square().sum() for a, _ in pairs)).sqrt().item()
 
@@ -118,27 +123,13 @@ def phases(n_nograd: int, n_grad: int) -> list[tuple[bool, int, bool]]:
 def jacobi(model: Decoder, idx: Tensor, n_nograd: int = 1, n_grad: int = 2,
            tol: float | None = None, doc: Tensor | None = None, keep_cache: bool = True,
            measure: bool = True) -> Solution:
-    """Passes over all tokens of idx (B, T); after t of them the first t tokens are exact.
+    """Passes over all tokens of idx (B, T) at once; after t of them the first t tokens are exact.
 
     Runs n_nograd + n_grad passes, the last n_grad with gradients. With `tol`, the passes without
     gradients end once the relative change of the states is at most tol. `doc` are document ids
     (B, T), by default read off the EOS tokens. `measure=False` leaves out the residuals.
     """
-    rows = model.rows(idx, doc)
-    x = model.embed_tokens(idx)  # (B, T, D)
-    h = initial(x, model)
-    report = Report(tol=tol)
-    for records, n_passes, _ in phases(n_nograd, n_grad):
-        with torch.set_grad_enabled(records):
-            if records and report.passes:
-                h = constant(h)
-            for _ in range(n_passes):
-                h, old = model.states(x, rows, pool_all(model, [x], [h], [rows])), h
-                report.add([h], [old], measure)
-                if not records and report.converged:
-                    break
-    cache = pool_all(model, [x], [h], [rows]) if keep_cache else None
-    return Solution([h], cache, report)
+    return cyclic(model, idx, 1, n_nograd, n_grad, tol, doc, keep_cache, measure)
 
 
 def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_grad: int = 2,
@@ -152,9 +143,16 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
     """
     if n_groups < 1:
         raise ValueError(f"n_groups={n_groups}: at least 1 is needed")
-    groups = model.rows(idx, doc).split(n_groups)
-    x = model.embed_tokens(idx)
-    xs = [x[:, rows.columns].contiguous() for rows in groups]  # (B, T/g, D) each
+    rows = model.rows(idx, doc)
+    groups = rows.split(n_groups)
+    first, end = model.iterated
+    below = [model.embed_tokens(idx)]  # (B, T, D)
+    layers, whole = (), None  # all of them; or those of a pass, and the cache of all
+    if end - first < len(model.blocks):
+        layers = first, end
+        whole = model.new_cache(*idx.shape, like=below[0]) if keep_cache else None
+        below = model.states(below[0], rows, whole, 0, first)
+    xs = [below[-1][:, group.columns].contiguous() for group in groups]  # (B, T/g, D) each
     parts = [initial(x, model) for x in xs]
     report = Report(tol=tol)
     cache = None
@@ -162,17 +160,21 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
         with torch.set_grad_enabled(records):
             if records and report.passes:
                 parts = [constant(h) for h in parts]
-            cache = pool_all(model, xs, parts, groups)
+            cache = pool_all(model, parts, groups, whole)
             for t in range(n_passes):
                 old = list(parts)
-                for q, rows in enumerate(groups):
-                    parts[q] = model.states(xs[q], rows, cache)
+                for q, group in enumerate(groups):
+                    parts[q] = model.states(xs[q], group, cache, *layers)
                     # the last group of a phase is read by nobody but the caller
                     if t + 1 < n_passes or q + 1 < len(groups) or (last_phase and keep_cache):
-                        model.store(parts[q], rows, cache)
-                report.add(parts, old, measure)
+                        model.store(parts[q], group, cache)
+                report.add(parts, old, model.sources, measure)
                 if not records and report.converged:
                     break
+    if layers:
+        h = [interleave(list(states), dim=1) for states in zip(*parts)]
+        above = model.states(h[-1], rows, whole, end)
+        parts = [[*below[:-1], *h, *above[1:]]]
     return Solution(parts, cache if keep_cache else None, report)
 
 
@@ -207,3 +209,11 @@ def solve(model: Decoder, idx: Tensor, doc: Tensor | None = None, keep_cache: bo
     if not model.iterates:
         return one_pass(model, idx, doc, keep_cache)
     return cyclic(model, idx, c.n_groups, c.n_nograd, c.n_grad, None, doc, keep_cache, measure)
+
+
+def evaluation_schedule(c: ModelConfig) -> dict[str, int]:
+    """Passes and groups of the paper's prefill: three cyclic passes of eight groups. LCKV's is as
+    its training, nine Jacobi passes (section "Compute cost")."""
+    if c.kv == "lckv":
+        return dict(passes=c.n_nograd + c.n_grad, n_groups=c.n_groups)
+    return dict(passes=3, n_groups=8)

@@ -33,12 +33,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attention
+import baselines
 import model as model_module
 import pool as pool_module
 from configurator import UserError, key, parse, run
 from dataset import TokenRows, load_meta
 from flops import flops_per_token, peak_flops
-from model import Decoder, ModelConfig, add_partial_gradients, set_compute_copies
+from model import SYSTEMS, Decoder, ModelConfig, add_partial_gradients, set_compute_copies
 from muon import Muon
 from pool import build
 from solvers import solve
@@ -73,10 +74,13 @@ class TrainConfig:
     n_kv_head: int = key(3, "key-value heads")
     head_dim: int = key(96, "features of a head")
     n_hidden: int = key(1536, "features inside the MLP")
-    kv: str = key("whitematter", "the system: whitematter or vanilla")
-    n_channels: int = key(16, "k, cached channels, 1 to n_layer")
+    kv: str = key("whitematter", "the system: " + ", ".join(SYSTEMS))
+    n_channels: int = key(16, "k, cached channels of whitematter, 1 to n_layer")
     router: str = key("dynamic", "dynamic (content-dependent) or static mixing weights")
     router_stride: int = key(2, "p, the router reads every p-th source")
+    top_output: bool = key(False, "the final output is a source of the pool, too")
+    dummy: bool = key(True, "false: a document's first token attends to nothing, not to a dummy")
+    lckv_w: int = key(4, "w, layers of lckv with keys and values of their own")
     n_groups: int = key(8, "g, groups of the cyclic schedule; 1 is Jacobi")
     n_nograd: int = key(1, "passes without gradients")
     n_grad: int = key(2, "passes with gradients")
@@ -175,7 +179,7 @@ def make_optimizers(model: Decoder, c: TrainConfig) -> list[torch.optim.Optimize
     """Muon for the blocks' and routers' matrices, AdamW for all else (section 4.1)."""
     muon, projections, rest = [], [], []
     for name, p in model.named_parameters():
-        if (p.dim() == 2 and name.startswith("blocks.")) or name.endswith(".router"):
+        if p.dim() == 2 and name.endswith(("_proj", ".router")):
             muon.append(p)
         else:
             (projections if name.endswith(".proj") else rest).append(p)
@@ -536,7 +540,8 @@ class Trainer:
 
 # what lies between matrix products and attention: each becomes one or two kernels
 PIECES = {model_module: ("rms_norm", "norm_rotate", "swiglu", "cross_entropy_and_gradient"),
-          pool_module: ("rms_norm", "norm_rotate", "scale")}
+          pool_module: ("rms_norm", "norm_rotate", "scale"),
+          baselines: ("rms_norm", "norm_rotate", "scale")}
 
 
 def compile_pieces(**options):

@@ -37,6 +37,8 @@ def rope(x, position):
 
 def attention(query, entries):
     """One query head (d,) on a list of (key, value) entries: plain softmax, scale 1 / sqrt(d)."""
+    if not entries:
+        return torch.zeros_like(query)
     score = [(query * key).sum() / query.numel() ** 0.5 for key, _ in entries]
     weight = torch.softmax(torch.stack(score), 0)
     return sum(w * value for w, (_, value) in zip(weight, entries))

@@ -37,7 +37,7 @@ def test_the_papers_other_figures_are_explained():
     """Prefill: five evaluations of the pool for our four. Training: six forward for 4 6/8."""
     for k, training, prefill in ((16, "1.111", "0.467"), (8, "1.028", "0.432")):
         c = ModelConfig(n_channels=k)
-        pool = flops.pool_flops(c)
+        pool, _ = flops.store_flops(c)
         assert f"{(flops_per_token(c, 2048, 'prefill') + pool) / 1e9:.3f}" == prefill
         assert f"{(flops_per_token(c, 2048, 'training') + 1.25 * pool) / 1e9:.3f}" == training
 
@@ -172,8 +172,8 @@ def test_given_schedules(tmp_path, capsys):
         jacobi["ratio"] * cyclic["seconds_per_sequence"])
     assert jacobi["paper_ratio"] is None  # of 16 groups, in the paper
     c = ModelConfig(**result["model"])
-    one_pass = flops_per_token(c, 16, "prefill", passes=1) - 2 * flops.pool_flops(c)
-    pool = flops.pool_flops(c)
+    one_pass = flops_per_token(c, 16, "prefill", passes=1) - 2 * flops.store_flops(c)[0]
+    pool, _ = flops.store_flops(c)
     for s, n_pool in ((jacobi, 6), (cyclic, 3), (single, 1)):
         assert s["flops_per_token"] == pytest.approx(
             s["passes"] * (one_pass - pool / 16) + (n_pool + 1 / 16) * pool)
@@ -300,7 +300,7 @@ def test_case_64_decode_command(tmp_path, monkeypatch):
     (["prefill", "--schedules=cyclic:3"], "'cyclic:3' is none of jacobi:PASSES"),
     (["prefill", "--schedules=jacobi:0"], "'jacobi:0' is none of"),
     (["prefill", "--random=huge"], "random=huge: choose tiny or paper"),
-    (["train", "--systems=vanilla,16"], "'16' is neither vanilla nor k with"),
+    (["train", "--systems=vanilla,16"], "16: no system; choose vanilla, k16"),
     (["decode", "--systems=k17"], "k17: n_channels=17"),
     (["decode", "--batch_sizes=1,x"], "batch_sizes: 'x' is no number"),
     (["train", "--trials=0"], "trials=0: at least 1"),

@@ -6,12 +6,19 @@ from interpreted import DEVICE, GPU
 from small import with_documents
 
 import attention
+import baselines
 import model as plain
 import norm_kernels
 import pool
 import pool_kernels
-from model import ModelConfig, add_partial_gradients, add_partials, rms_norm
-from solvers import cyclic, jacobi
+from model import (
+    ModelConfig,
+    add_partial_gradients,
+    add_partials,
+    rms_norm,
+    set_compute_copies,
+)
+from solvers import cyclic, jacobi, solve
 from train import flat_gradient
 
 TOL = 1e-5
@@ -143,10 +150,10 @@ def test_store_at_a_column_for_each_row():
 # ---- everything together: a model on the fast path, against the same model without it
 
 
-def model_and_batch(kv, k):
+def model_and_batch(kv="whitematter", k=2, n_layer=2, n_groups=2, **options):
     torch.manual_seed(3)
-    sizes = dict(vocab_size=24, eos_id=0, n_layer=2, n_embd=16, n_head=4, n_kv_head=2, head_dim=16,
-                 n_hidden=32, kv=kv, n_channels=k)
+    sizes = dict(vocab_size=24, eos_id=0, n_layer=n_layer, n_embd=16, n_head=4, n_kv_head=2,
+                 head_dim=16, n_hidden=32, kv=kv, n_channels=k, n_groups=n_groups, **options)
     model = pool.build(ModelConfig(**sizes)).to(DEVICE)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -201,18 +208,44 @@ def test_fast_path_of_vanilla(partials, monkeypatch, large_blocks):
         close(mine, theirs, 1e-4)
 
 
+OTHERS = {"nofeedback": dict(kv="nofeedback"), "lckv": dict(kv="lckv", lckv_w=1, n_groups=1),
+          "feedback": dict(kv="feedback"), "recurrent": dict(kv="recurrent"),
+          "fusedkv": dict(kv="fusedkv"), "fusedkv_lite": dict(kv="fusedkv_lite"),
+          "static": dict(router="static"), "top output": dict(top_output=True),
+          "no dummy": dict(dummy=False)}
+
+
+@pytest.mark.skipif(GPU, reason="in float32 here; on a GPU test_fast_path_on_gpu does it")
+@pytest.mark.parametrize("name", OTHERS)
+def test_fast_path_of_other_systems(name, monkeypatch, large_blocks):
+    """With the copies of weights and the sums of gradients that CUDA trains with."""
+    model, idx, targets = model_and_batch(**OTHERS[name], k=3, n_layer=3)
+
+    def solver(m, x):
+        return solve(m, x).final
+
+    expected = loss_and_gradient(model, idx, targets, solver)
+    for module in (attention, plain, pool, baselines):
+        monkeypatch.setattr(module, "is_fast", lambda x: True)
+    set_compute_copies(model, torch.float32)
+    add_partials(model, always=True)
+    for mine, theirs in zip(loss_and_gradient(model, idx, targets, solver), expected):
+        close(mine, theirs, 1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
-@pytest.mark.parametrize("kv", ["whitematter", "vanilla"])
-def test_fast_path_on_gpu(kv, monkeypatch):
+@pytest.mark.parametrize("name", ["whitematter", "vanilla", *OTHERS])
+def test_fast_path_on_gpu(name, monkeypatch):
     """With and without kernels, both in bfloat16: as close as two roundings are."""
-    model, idx, targets = model_and_batch(kv, 2)
-    model, solver = model.to(HALF), SOLVERS["cyclic"]
-    if kv == "vanilla":
-        def solver(m, x):
-            return m.states(m.embed_tokens(x), m.rows(x))[-1]
+    model, idx, targets = model_and_batch(**OTHERS.get(name, dict(kv=name)), k=3, n_layer=3)
+    model = model.to(HALF)
+
+    def solver(m, x):
+        return solve(m, x).final
+
     fast = loss_and_gradient(model, idx, targets, solver)
-    for module in (attention, plain, pool):
+    for module in (attention, plain, pool, baselines):
         monkeypatch.setattr(module, "is_fast", lambda x: False)
     for mine, theirs in zip(fast, loss_and_gradient(model, idx, targets, solver)):
         close(mine, theirs, 0.1)
