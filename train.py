@@ -13,6 +13,7 @@ row per step. SIGTERM and Ctrl-C finish the step, save, and exit with 128 + the 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import csv
 import gc
@@ -30,6 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: see Processes.end
 from torch import Tensor
 
 import attention
@@ -144,6 +146,20 @@ class Processes:
         if self.world > 1:
             # gloo for what the processes agree on, which then does not wait for a GPU
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+            if not device.startswith("cuda"):
+                # after an error too; NCCL is left alone then, as it may wait for the others
+                atexit.register(self.end)
+
+    def end(self):
+        """Destroy the group, if there is one, which joins gloo's threads.
+
+        One that lets go of a tensor while Python shuts down would abort the process. They are
+        joined only if nothing else holds the group. The functions of torch.distributed.nn, which
+        making an optimizer imports, hold the group of that time as a default argument: hence its
+        import at the head, before there is one.
+        """
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def sum(self, x: Tensor) -> Tensor:
         if self.world > 1:
@@ -525,6 +541,7 @@ class Trainer:
                 self.save()
                 self.processes.print(f"{self.path}: stopped by a signal after step {self.step}; "
                                      "--init_from=resume goes on")
+                self.processes.end()
                 sys.exit(128 + (signals.received or signal.SIGTERM))
             if self.step % c.eval_interval and self.step < c.max_iters:
                 continue
@@ -663,8 +680,7 @@ def main(argv: list[str]):
         ) from None
     processes.print(f"{trainer.path}: step {trainer.step}; "
                     f"python sample.py --out_dir={c.out_dir}")
-    if processes.world > 1:
-        dist.destroy_process_group()
+    processes.end()
 
 
 if __name__ == "__main__":

@@ -123,6 +123,30 @@ def test_case_26_29_two_processes_give_the_parameters_of_one(folder, monkeypatch
         assert abs(loss - losses(folder / "two/log.csv")[step]) < 1e-5
 
 
+def test_the_end_of_the_group_joins_its_threads():
+    """A thread of gloo that is alive while Python shuts down may abort the process."""
+    if not Path("/proc/self/task").exists():
+        pytest.skip("no /proc here")
+    code = """if True:
+        import glob, torch, train
+        def threads():
+            names = [open(name).read().strip() for name in glob.glob("/proc/self/task/*/comm")]
+            return names.count("pt_gloo_runloop")
+        processes = train.Processes(rank=0, world=2)
+        processes.start("cpu")
+        processes.sum(torch.ones(1))
+        assert threads()
+        torch.optim.AdamW([torch.zeros(1)])  # imports much of torch
+        processes.end()
+        assert not threads()
+    """
+    env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+                        "MASTER_PORT": "0"}
+    result = subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, env=env,
+                            capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
 def test_case_29_documented_commands_do_not_need_a_port():
     for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
         assert "torchrun " not in line or "--standalone" in line or "--rdzv" in line
