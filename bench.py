@@ -6,6 +6,7 @@ Count and time: `python bench.py COMMAND --key=value ...`, each with --help and 
     python bench.py decode                       # a token, by batch size
     python bench.py prefill --out_dir=out/tiny   # passes and time of every schedule
     python bench.py prefill --random=paper --schedules=jacobi:75,cyclic16:4,autoregressive
+    python bench.py systems                      # small versions of all systems, trained
 
 GFLOP here are 1e9 operations, a multiplication and an addition being two; a time is the median of
 trials after warm-ups, with the device synchronised on either side of each. Where two systems are
@@ -19,7 +20,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -412,8 +414,71 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
                 "bytes_per_second": per_token * B * c.context * read / seconds}
 
 
+# ---- systems: all of them, small and trained
+
+@dataclass
+class ComparisonConfig:
+    """What `bench.py systems` takes."""
+
+    systems: str = key("vanilla,k4,k2,k1,static4,static1,nofeedback,lckv2,lckv1,feedback,recurrent,"
+                       "fusedkv,fusedkv_lite", "names as for bench.py train")
+    config: str = key(str(Path(__file__).parent / "config/tiny.py"), "sizes, data and all else")
+    max_iters: int = key(250, "steps of each; fewer than config/tiny.py has, for all to end soon")
+    out_dir: str = key("out/systems", "a folder for each system is made there")
+    device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
+    seed: int = key(1337, "of weights and row order")
+    json: str | None = key(None, "write the results to this file (-: to stdout)")
+
+    def settings(self) -> dict[str, train.TrainConfig]:
+        """train.py's settings of each system. Raises UserError for a name that is no system's."""
+        c = parse(train.TrainConfig(), [self.config], "")
+        c = replace(c, max_iters=self.max_iters, eval_interval=self.max_iters, device=self.device,
+                    seed=self.seed)
+        try:
+            return {name: replace(c, out_dir=f"{self.out_dir}/{name}", **named(name, c.n_layer))
+                    for name in self.systems.split(",")}
+        except ValueError as error:
+            raise UserError(f"systems={self.systems}: {error}") from None
+
+
+class Quiet(train.Processes):
+    """This process alone, and no progress lines."""
+
+    def print(self, *args, **kwargs):
+        pass
+
+
+def systems_command(argv: list[str]):
+    """Train small versions of all systems on the same tokens."""
+    c = parse(ComparisonConfig(), argv, "python bench.py systems: small versions of all systems, "
+              "trained by train.py on the same tokens")
+    check(c, "max_iters")
+    results, head = {}, False
+    for name, settings in c.settings().items():
+        trainer = train.Trainer(settings, Quiet())
+        if not head:
+            head = True
+            tokens = trainer.tokens_per_step
+            print(f"{machine(trainer.device, trainer.dtype)}; {settings.dataset}, {c.max_iters} "
+                  f"steps of {tokens:,} tokens each\ncache: over vanilla's; s: steps and the "
+                  "validation after them; loss: of validation, nats per token\n\n"
+                  f"{'':12s} {'parameters':>10s} {'cache':>6s} {'passes':>6s} {'s':>7s} "
+                  f"{'loss':>7s}")
+        began = time.perf_counter()
+        trainer.run()
+        config = trainer.model_config
+        r = results[name] = {
+            "params": trainer.model.n_params(), "passes": passes_of(config),
+            "cache": trainer.model.n_channels / config.n_layer,
+            "seconds": time.perf_counter() - began, "val_loss": trainer.best}
+        print(f"{name:12s} {r['params']:10,d} {r['cache']:6.3g} {r['passes']:>6s} "
+              f"{r['seconds']:7.1f} {r['val_loss']:7.4f}", flush=True)
+    write_json(c.json, {"command": "systems", "settings": asdict(c), "tokens_per_step": tokens,
+                        **environment(trainer.device, trainer.dtype), "systems": results})
+
+
 COMMANDS = {"flops": flops_command, "train": train_command, "decode": decode_command,
-            "prefill": prefill_command}
+            "prefill": prefill_command, "systems": systems_command}
 
 
 def main(argv: list[str]):

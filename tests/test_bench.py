@@ -293,8 +293,8 @@ def test_case_64_decode_command(tmp_path, monkeypatch):
 # ---- bad input
 
 @pytest.mark.parametrize("argv, message", (
-    ([], "no command; choose one of flops, train, decode, prefill"),
-    (["speed"], "speed: unknown command; choose one of flops, train, decode, prefill"),
+    ([], "no command; choose one of flops, train, decode, prefill, systems"),
+    (["speed"], "speed: unknown command; choose one of flops, train, decode, prefill, systems"),
     (["--trials=2"], "--trials=2: unknown command"),
     (["prefill", "--trials=0"], "trials=0: at least 1"),
     (["prefill", "--schedules=cyclic:3"], "'cyclic:3' is none of jacobi:PASSES"),
@@ -326,7 +326,7 @@ def test_vanilla_has_no_schedules(checkpoint):
 
 def test_help(capsys):
     bench.main(["--help"])
-    assert "commands: flops, train, decode, prefill" in capsys.readouterr().out
+    assert "commands: flops, train, decode, prefill, systems" in capsys.readouterr().out
     with pytest.raises(SystemExit) as leave:
         run(bench.main, ["prefill", "--help"])
     assert leave.value.code == 0 and "--max_passes=128" in capsys.readouterr().out
