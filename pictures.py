@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baselines import Plan, named, plan
 from configurator import UserError, key, parse, run
 from dataset import load_meta
 from decoding import TOLERANCE
 from evaluate import Schedule, Windows
-from model import Decoder, rms_norm
+from model import Decoder, ModelConfig, rms_norm
 from pool import scale
 from sample import read_text
 from tokenizer import Tokenizer, get_tokenizer
@@ -73,38 +74,68 @@ class ConnectionsConfig:
     """What `pictures.py connections` takes."""
 
     output: str = key("docs/connections.png", "the file to write")
+    systems: str = key("vanilla,k6,k3,k1", "names as for bench.py train, a panel each")
     n_layer: int = key(6, "layers")
-    n_channels: int = key(3, "channels of the third panel, 2 to n_layer - 1")
 
 
-def draw_connections(ax, title: str, note: str, n_layer: int, produce: list, consume: list):
-    """One system: the layers of a past token, its cached channels, the layers that read them.
+# name without its number: title, note
+SYSTEMS = {
+    "vanilla": ("Vanilla", "a layer reads its own depth"),
+    "k": ("WhiteMatter, k = {}", "all depths, weights per token"),
+    "static": ("Static, k = {}", "all depths, the same weights for all tokens"),
+    "nofeedback": ("No feedback", "up to its own depth, weights per token"),
+    "lckv": ("LCKV, w = {}", "the middle reads the last of its layers"),
+    "feedback": ("Feedback Transformer", "one memory, the same weights for all tokens"),
+    "recurrent": ("Recurrent Transformer", "a layer reads its own outputs"),
+    "fusedkv": ("FusedKV", "the upper half mixes two lower layers"),
+    "fusedkv_lite": ("FusedKV-Lite", "middle keys (solid), bottom values (dashed)"),
+}
 
-    produce: (source layer, channel, weight in 0..1); consume: (channel, layer).
-    """
-    n_channels = 1 + max(j for _, j, _ in produce)
-    heights = [(j + 0.5) * n_layer / n_channels - 0.5 for j in range(n_channels)]
-    for x, name in ((0, "past token"), (2, "current token")):
-        for layer in range(n_layer):
+
+def wires(p: Plan) -> tuple[list[tuple[int, int, float]], list[tuple[int, int, str]]]:
+    """What is drawn of a plan: (state h[s], channel, weight in 0..1, the channel's largest being
+    1) and (channel, layer, "kv", "k" or "v": what the layer reads of it)."""
+    produce = [(s, j, w / max(channel.weights)) for j, channel in enumerate(p.channels)
+               for s, w in zip(channel.sources, channel.weights)]
+    consume = [(j, n, "k" * (j in layer.keys) + "v" * (j in layer.values))
+               for n, layer in enumerate(p.layers)
+               for j in sorted({*layer.keys, *layer.values})]
+    return produce, consume
+
+
+def draw_connections(ax, title: str, note: str, p: Plan):
+    """One system: the states of a past token, its cached channels, the layers that read them."""
+    produce, consume = wires(p)
+    L, n_channels = len(p.layers), len(p.channels)
+    top = max(L - 1, *(s for s, _, _ in produce))  # L where the final output is a source
+    heights = [(j + 0.5) * L / n_channels - 0.5 for j in range(n_channels)]
+    for x, name, highest in ((0, "past token", top), (2, "current token", L - 1)):
+        for layer in range(highest + 1):
             ax.add_patch(_box(x - 0.26, layer - 0.22, 0.52, 0.44))
-            ax.text(x, layer, f"{layer}", ha="center", va="center", fontsize=7, color=INK)
+            ax.text(x, layer, f"{layer}" if layer < L else "out", ha="center", va="center",
+                    fontsize=7, color=INK)
             if layer:
                 ax.annotate("", (x, layer - 0.24), (x, layer - 0.76),
                             arrowprops={"arrowstyle": "->", "color": "#9a9a9a", "lw": 0.8})
-        ax.text(x, -0.85, name, ha="center", fontsize=8, color=INK)
+        ax.text(x, -0.45, name, ha="center", va="top", fontsize=8, color=INK)
     for j, y in enumerate(heights):
         ax.plot(1, y, "o", ms=11, mfc="#f3e6ea", mec=PINK, mew=1, zorder=3)
         ax.text(1, y, f"{j}", ha="center", va="center", fontsize=6.5, color=PINK, zorder=4)
-    for layer, j, weight in produce:
-        ax.annotate("", (0.88, heights[j]), (0.28, layer), arrowprops={
+    ax.text(1, -0.45, "cache,\ndummy" if p.dummy else "cache", ha="center", va="top",
+            fontsize=8, color=PINK)
+    for s, j, weight in produce:
+        ax.annotate("", (0.88, heights[j]), (0.28, s), arrowprops={
             "arrowstyle": "->", "color": PINK, "lw": 0.5 + 1.3 * weight,
             "alpha": 0.25 + 0.75 * weight})
-    for j, layer in consume:
-        ax.annotate("", (1.72, layer), (1.12, heights[j]),
-                    arrowprops={"arrowstyle": "->", "color": BLUE, "lw": 1.2})
-    ax.text(1, n_layer - 0.1, title, ha="center", fontsize=10, fontweight="bold", color=INK)
-    ax.text(1, n_layer - 0.45, note, ha="center", fontsize=7.5, style="italic", color="#555555")
-    ax.set(xlim=(-0.5, 2.5), ylim=(-1.1, n_layer + 0.25))
+    for j, layer, what in consume:
+        ax.annotate("", (1.72, layer), (1.12, heights[j]), arrowprops={
+            "arrowstyle": "->", "color": BLUE, "lw": 1.2, "ls": "--" if what == "v" else "-"})
+    for n, layer in enumerate(p.layers):
+        if layer.own is not None:
+            ax.plot(2.36, n, "o", ms=4, color=BLUE)
+    ax.text(1, top + 1.2, title, ha="center", fontsize=10, fontweight="bold", color=INK)
+    ax.text(1, top + 0.5, note, ha="center", fontsize=7.5, style="italic", color="#555555")
+    ax.set(xlim=(-0.5, 2.5), ylim=(-1.1, top + 1.5))
     ax.axis("off")
 
 
@@ -115,27 +146,30 @@ def _box(x: float, y: float, width: float, height: float):
 
 
 def connections(c: ConnectionsConfig):
-    """Vanilla beside WhiteMatter with k = L, 1 < k < L and k = 1, at the start of training.
+    """Systems side by side, from their plans, at the start of training.
 
-    Bold: the source that the router's bias selects at the start; thin: the other sources, whose
-    weights the router sets token by token.
+    A box is the state that enters this layer of a past token, or the layer of the current one.
+    Bold: the sources with weight at the start; thin: others, whose weights the router sets token
+    by token, or training. A dot: the layer also reads its own token, which is not in the cache.
     """
-    from pool import initial_sources
-
     plt = plot()
-    L, k = c.n_layer, c.n_channels
-    if not 1 < k < L:
-        raise UserError(f"n_channels={k}: 2 to n_layer-1={L - 1} make a picture")
-    fig, axes = plt.subplots(1, 4, figsize=(13, 4.1))
-    own = [(layer, layer, 1.0) for layer in range(L)]
-    draw_connections(axes[0], "Vanilla", "a layer reads its own depth", L, own,
-                     [(layer, layer) for layer in range(L)])
-    for ax, n in zip(axes[1:], (L, k, 1)):
-        start = initial_sources(n, L)
-        produce = [(layer, j, float(start[j, layer])) for j in range(n) for layer in range(L)]
-        cache = "full cache" if n == L else f"{n}/{L} of the cache"
-        draw_connections(ax, f"WhiteMatter, k = {n}", f"all depths, per token; {cache}", L, produce,
-                         [(layer % n, layer) for layer in range(L)])
+    panels = []
+    for name in c.systems.split(","):
+        try:
+            config = ModelConfig(**{"n_layer": c.n_layer, **named(name, c.n_layer)})
+        except ValueError as error:
+            raise UserError(f"systems={c.systems}, {name}: {error}") from None
+        kind = name.rstrip("0123456789")
+        title, note = SYSTEMS[kind]
+        part = f"\n{len(plan(config).channels)}/{c.n_layer} of the cache"
+        panels.append((title.format(name.removeprefix(kind)), note + part, plan(config)))
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    fig, axes = plt.subplots(rows, columns, figsize=(3.25 * columns, 4.3 * rows), squeeze=False)
+    for ax in axes.flat:
+        ax.axis("off")
+    for ax, panel in zip(axes.flat, panels):
+        draw_connections(ax, *panel)
     fig.tight_layout()
     save(fig, c.output)
 

@@ -12,8 +12,10 @@ from small import random_tokens, small_model
 
 import bench
 import pictures
+from baselines import named, plan
 from configurator import UserError, run
 from evaluate import Schedule
+from model import ModelConfig
 from pictures import Connectome, Curve, CurvesConfig
 from solvers import cyclic
 from tokenizer import get_tokenizer
@@ -162,9 +164,37 @@ def test_files_are_written(here, capsys):
 # ---- connections
 
 def test_connections(figures):
-    pictures.main(["connections", "--n_layer=5", "--n_channels=2"])
-    titles = [ax.texts[-2].get_text() for ax in figures[0].axes]
-    assert titles == ["Vanilla", *(f"WhiteMatter, k = {k}" for k in (5, 2, 1))]
+    pictures.main(["connections", "--n_layer=5", "--systems=vanilla,k2,static1,nofeedback,lckv2"])
+    titles = [ax.texts[-2].get_text() for ax in figures[0].axes[:5]]
+    assert titles == ["Vanilla", "WhiteMatter, k = 2", "Static, k = 1", "No feedback",
+                      "LCKV, w = 2"]
+    assert figures[0].axes[1].texts[-1].get_text().endswith("\n2/5 of the cache")
+    own = [line for line in figures[0].axes[4].get_lines() if line.get_xdata()[0] > 2]
+    assert [line.get_ydata()[0] for line in own] == [0, 3, 4]  # layers 1 and 2 do not read it
+
+
+def test_what_connections_draws():
+    """The README's first panels by hand; of FusedKV-Lite, which channel for what."""
+    def drawn(name, n_layer=4):
+        config = ModelConfig(**{"n_layer": n_layer, **named(name, n_layer)})
+        return pictures.wires(plan(config))
+
+    same = [(n, n, "kv") for n in range(4)]
+    assert drawn("vanilla") == ([(n, n, 1) for n in range(4)], same)
+    produce, consume = drawn("k2")
+    assert produce == [(s, j, float(s % 2 == j)) for j in range(2) for s in range(4)]
+    assert consume == [(0, 0, "kv"), (1, 1, "kv"), (0, 2, "kv"), (1, 3, "kv")]
+    assert drawn("feedback") == ([(s, 0, 1) for s in range(5)], [(0, n, "kv") for n in range(4)])
+    assert drawn("recurrent")[0] == [(n + 1, n, 1) for n in range(4)]
+    assert drawn("fusedkv_lite") == ([(0, 0, 1), (1, 1, 1)], [
+        *same[:2], (0, 2, "v"), (1, 2, "k"), (0, 3, "v"), (1, 3, "k")])
+
+
+@pytest.mark.parametrize("kind", pictures.SYSTEMS)
+def test_every_system_has_a_picture(kind, figures):
+    name = kind + "2" * (kind in ("k", "static", "lckv"))
+    pictures.main(["connections", "--n_layer=4", f"--systems={name}"])
+    assert len(figures[0].axes) == 1
 
 
 # ---- convergence
@@ -366,7 +396,8 @@ def test_convergence_of_what_bench_writes(checkpoint, figures):
 @pytest.mark.parametrize("argv, message", (
     ([], "no picture named: choose one of connections, curves, convergence, connectome"),
     (["curve"], "curve: choose one of"),
-    (["connections", "--n_channels=6"], "n_channels=6: 2 to n_layer-1=5"),
+    (["connections", "--systems=k7"], "k7: n_channels=7: 1 to n_layer=6"),
+    (["connections", "--systems=vanilla,k"], "k: no system; choose vanilla"),
     (["curves", "--logs=nowhere"], "no such log"),
     (["curves", "--logs=,"], "logs is empty"),
     (["curves", "--logs=a", "--smooth=0"], "smooth=0: at least 1"),
