@@ -33,6 +33,8 @@ from model import Block, Decoder, ModelConfig, compute_dtype, linear, norm_rotat
 from model import rotary_tables as rotary
 from pool import Branch, WhiteMatter, initial_sources, scale
 
+LOG2E = 1.4426950408889634
+
 # ---- plans
 
 
@@ -390,8 +392,13 @@ class FusedKV(FusedKVLite):
     def fuse(self, layer: int, bottom: tuple, middle: tuple) -> tuple[Tensor, Tensor]:
         i = layer - self.n_channels
         pairs = torch.cat((self.fuse_key[i],) * 2, -1)  # (2, Hkv, d)
-        return tuple((w[0] * x + w[1] * y).to(x.dtype)
+        return tuple(mix_two(*w, x, y)
                      for w, x, y in zip((pairs, self.fuse_value[i]), bottom, middle))
+
+
+def mix_two(v: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """v x + w y by feature: v, w (Hkv, d), x, y (B, S, Hkv, d)."""
+    return (v * x + w * y).to(x.dtype)
 
 
 # ---- Recurrent Transformer
@@ -441,22 +448,28 @@ def with_own_fast(q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor,
     """By the kernels: the own entry is merged into the sum of the others; also returns the base-2
     logarithm of the whole sum, as `attention.kernels` lay it out."""
     out, lse2 = attention.kernels.attention_forward(q, k, v, rows.start, rows.stop)
-    share, total = own_share(q, own_k, lse2)
-    by_head = out.unflatten(2, share.shape[2:4])
-    out = by_head + share * (own_v.unsqueeze(3) - by_head)
-    return out.flatten(2, 3).to(q.dtype), total
+    return merge_own(q, own_k, own_v, out, lse2)
 
 
-def own_share(q: Tensor, own_k: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (B, T, Hkv, G, 1) of the own entries, float32, given the logarithms of the others'
-    sums (B, Hkv, T * P), P >= G; and the logarithms with the own entries in them, alike."""
-    q = q.unflatten(2, (own_k.size(2), -1))
-    B, T, Hkv, G, d = q.shape
-    score = (q.float() * own_k.float().unsqueeze(3)).sum(-1) * (d ** -0.5 * attention.kernels.LOG2E)
-    total = past.view(B, Hkv, T, -1).clone()
-    total[..., :G] = torch.logaddexp2(total[..., :G], score.transpose(1, 2))
-    share = torch.exp2(score - total[..., :G].transpose(1, 2))
-    return share.unsqueeze(-1), total.view_as(past)
+def own_scores(q: Tensor, own_k: Tensor) -> Tensor:
+    """Base-2 scores (B, T, Hkv, G) of queries (B, T, Hkv, G, d) on keys (B, T, Hkv, d), float32."""
+    score = (q.float() * own_k.float().unsqueeze(3)).sum(-1)
+    return score * (q.size(-1) ** -0.5 * LOG2E)
+
+
+def merge_own(q: Tensor, own_k: Tensor, own_v: Tensor, out: Tensor, lse2: Tensor):
+    """Attention `out` (B, T, H, d) on others, whose sums have the logarithms lse2 (B, Hkv, T * P),
+    P >= G, with the own entries merged into both."""
+    (B, T, H, d), Hkv = q.shape, own_k.size(2)
+    G = H // Hkv
+    score = own_scores(q.view(B, T, Hkv, G, d), own_k).transpose(1, 2)  # (B, Hkv, T, G)
+    past = lse2.view(B, Hkv, T, -1)
+    total = torch.logaddexp2(past[..., :G], score)
+    share = torch.exp2(score - total).transpose(1, 2).unsqueeze(-1)
+    out = out.view(B, T, Hkv, G, d).float()
+    out = out + share * (own_v.float().unsqueeze(3) - out)
+    total = torch.cat((total, past[..., G:]), -1)
+    return out.to(q.dtype).view(B, T, H, d), total.view_as(lse2)
 
 
 class _ReadWithOwn(torch.autograd.Function):
@@ -500,15 +513,21 @@ def with_own_backward(do: Tensor, q: Tensor, own_k: Tensor, own_v: Tensor, k: Te
     """
     dq = attention.kernels.attention_backward(do, q, k, v, out, lse2, rows.start, rows.stop, None,
                                               None, dk, dv)
-    heads, d = (own_k.size(2), -1), q.size(-1)
-    do_, q_, out_ = (x.float().unflatten(2, heads) for x in (do, q, out))  # (B, T, Hkv, G, d)
+    return own_gradients(do, q, own_k, own_v, out, lse2, dq)
+
+
+def own_gradients(do: Tensor, q: Tensor, own_k: Tensor, own_v: Tensor, out: Tensor, lse2: Tensor,
+                  dq: Tensor):
+    """dq with the own entries' part, and their gradients; out and lse2 are of all entries."""
+    (B, T, H, d), Hkv = q.shape, own_k.size(2)
+    do_, q_, out_, dq = (x.reshape(B, T, Hkv, -1, d).float() for x in (do, q, out, dq))
     k_, v_ = (x.float().unsqueeze(3) for x in (own_k, own_v))
-    score = (q_ * k_).sum(-1) * (d ** -0.5 * attention.kernels.LOG2E)
-    total = lse2.view(*do_.shape[:1], do_.size(2), do_.size(1), -1)[..., :do_.size(3)]
-    p = torch.exp2(score - total.transpose(1, 2)).unsqueeze(-1)  # (B, T, Hkv, G, 1)
+    total = lse2.view(B, Hkv, T, -1)[..., :H // Hkv].transpose(1, 2)
+    p = torch.exp2(own_scores(q_, own_k) - total).unsqueeze(-1)  # (B, T, Hkv, G, 1)
     ds = p * (do_ * (v_ - out_)).sum(-1, keepdim=True) * d ** -0.5
-    return ((dq.unflatten(2, heads) + ds * k_).flatten(2, 3).to(q.dtype),
-            (ds * q_).sum(3).to(own_k.dtype), (p * do_).sum(3).to(own_v.dtype))
+    return ((dq + ds * k_).to(q.dtype).view(B, T, H, d), (ds * q_).sum(3).to(own_k.dtype),
+            (p * do_).sum(3).to(own_v.dtype))
+
 
 
 SYSTEMS = {"nofeedback": NoFeedback, "lckv": LCKV, "feedback": Feedback, "fusedkv": FusedKV,

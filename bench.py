@@ -75,7 +75,7 @@ class FlopsConfig:
     """What `bench.py flops` takes."""
 
     block_size: int = key(2048, "T, tokens per row and in the cache; the paper's is 2048")
-    count: bool = key(True, "run the code and count too (half a minute), not only the formula")
+    count: bool = key(True, "run the code and count too (minutes), not only the formula")
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
@@ -117,10 +117,10 @@ FOOTNOTE = """
 Parameters are without the embedding. Attention counts the keys that a token can see.
 WhiteMatter's prefill is below the paper's by one evaluation of the pool: 3 passes that leave a
 cache take 4 (of H(0), and of each pass), the paper's figures equal 5. Its training figures equal
-6 such evaluations forward, we need 4 6/8. LCKV's prefill is 0.2 % below the paper's,
-and not explained.
-Feedback and Recurrent are trained here by WhiteMatter's schedule, 1 + 2 passes of 8 groups.
-FusedKV's mixing of keys and values is element by element, which does not count."""
+6 such evaluations forward, we need 4 6/8. LCKV's prefill is 0.2 % below the paper's, by what three
+more projections of keys and values cost; the paper does not say for what. Feedback and Recurrent
+are trained here by WhiteMatter's schedule, 1 + 2 passes of 8 groups. FusedKV's mixing of keys and
+values is element by element, which does not count."""
 
 
 # ---- systems: the models that `train` and `decode` compare

@@ -9,7 +9,7 @@ import torch
 from oracle import document_ids, stack
 from small import SMALL, random_tokens, small_model, with_documents
 
-from baselines import lckv_sources, plan
+from baselines import lckv_sources, named, plan
 from configurator import parse
 from decoding import step
 from flops import MODES, count_flops, flops_per_token
@@ -277,7 +277,24 @@ def test_the_papers_configs(name, count, channels):
     assert model.n_params() == count
     assert cache.k.shape == cache.v.shape == (channels, 1, 4, 3, 96)
     assert len(plan(config).channels) == channels
-    assert (c.n_nograd, c.n_grad) == ((7, 2) if "lckv" in name else (1, 2))
+    assert (c.n_groups, c.n_nograd, c.n_grad) == ((1, 7, 2) if "lckv" in name else (8, 1, 2))
+
+
+@pytest.mark.parametrize("name, settings", [
+    ("vanilla", dict(kv="vanilla", n_channels=16)), ("k4", dict(n_channels=4)),
+    ("static1", dict(n_channels=1, router="static")),
+    ("lckv7", dict(kv="lckv", lckv_w=7, n_groups=1, n_nograd=7, n_grad=2)),
+    *((name, dict(kv=name, n_channels=16)) for name in (
+        "nofeedback", "feedback", "recurrent", "fusedkv", "fusedkv_lite"))])
+def test_short_names(name, settings):
+    assert named(name, 16) == settings
+    build(ModelConfig(**{**SMALL, "n_layer": 16, **settings}))
+
+
+@pytest.mark.parametrize("name", ["", "16", "k", "lckv", "whitematter", "vanilla2", "static"])
+def test_names_of_no_system(name):
+    with pytest.raises(ValueError, match="no system"):
+        named(name, 16)
 
 
 def test_plans_are_the_table_of_systems():
@@ -392,7 +409,7 @@ def test_training_in_bfloat16_autocast(name):
 
 @every_system
 @pytest.mark.parametrize("mode, schedule", [
-    ("training", (0, 1)), ("training", (1, 2)), ("prefill", (1, 2)), ("decode", (1, 2))], ids=str)
+    ("training", (1, 2)), ("prefill", (1, 2)), ("decode", (1, 2))], ids=str)
 def test_flops_by_closed_form_are_those_of_the_code(name, mode, schedule):
     options = SYSTEMS[name][1] | dict(n_nograd=schedule[0], n_grad=schedule[1], n_groups=3)
     c = ModelConfig(**{**SMALL, **options})

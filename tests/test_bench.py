@@ -88,12 +88,14 @@ def test_flops_command(tmp_path, monkeypatch, capsys):
     # WhiteMatter at full size would take half a minute: most of it PyTorch's, not ours
     small = {"WhiteMatter k=2": (dict(n_layer=2, n_channels=2), PAPER["WhiteMatter k=8"][1])}
     monkeypatch.setattr(bench, "PAPER", {"vanilla L=16": PAPER["vanilla L=16"], **small})
+    monkeypatch.setattr(bench, "OTHERS", {"Recurrent": dict(kv="recurrent", n_layer=2)})
     bench.main(["flops", "--block_size=8", f"--json={tmp_path}/flops.json"])
     assert "51,924,480" in capsys.readouterr().out
     models = json.loads((tmp_path / "flops.json").read_text())["models"]
     assert models["vanilla L=16"]["params"] == 51_924_480
-    cell = models["WhiteMatter k=2"]["modes"]["training"]
-    assert cell["counted"] == pytest.approx(cell["formula"], rel=1e-9)
+    for name in ("WhiteMatter k=2", "Recurrent"):
+        cell = models[name]["modes"]["training"]
+        assert cell["counted"] == pytest.approx(cell["formula"], rel=1e-9)
 
 
 # ---- prefill
@@ -136,9 +138,13 @@ def test_case_64_prefill_command(checkpoint, capsys, monkeypatch):
     assert "token by token" in out and "relative residual" in out and "float32" in out
 
 
-def test_perplexity_per_pass_is_that_of_separate_solves():
+@pytest.mark.parametrize("system", (
+    dict(), dict(kv="lckv", lckv_w=1), dict(kv="lckv", n_layer=5, lckv_w=2), dict(kv="recurrent")),
+    ids=str)
+def test_perplexity_per_pass_is_that_of_separate_solves(system):
+    """Also where a pass runs the middle of the stack only."""
     torch.manual_seed(0)
-    model = build(ModelConfig(**TINY)).double()
+    model = build(ModelConfig(**TINY | system)).double()
     x = torch.randint(64, (3, 10))
     y = x.roll(-1, 1)
     with torch.no_grad():
@@ -178,6 +184,20 @@ def test_given_schedules(tmp_path, capsys):
         assert s["flops_per_token"] == pytest.approx(
             s["passes"] * (one_pass - pool / 16) + (n_pool + 1 / 16) * pool)
     assert "token" in capsys.readouterr().out
+
+
+def test_prefill_of_systems(tmp_path):
+    bench.main(["prefill", "--systems=vanilla,k2,lckv1,nofeedback,recurrent", "--n_layer=3",
+                "--block_size=16", "--batch_size=2", "--trials=2", "--warmups=1", "--device=cpu",
+                f"--json={tmp_path}/r.json"])
+    systems = json.loads((tmp_path / "r.json").read_text())["systems"]
+    assert {name: (s["schedule"], s["passes"]) for name, s in systems.items()} == {
+        "vanilla": ("one pass", 1), "k2": ("cyclic8", 3), "lckv1": ("jacobi", 9),
+        "nofeedback": ("one pass", 1), "recurrent": ("cyclic8", 3)}
+    for s in systems.values():
+        assert s["ratio"] == pytest.approx(
+            s["seconds_per_sequence"] / systems["vanilla"]["seconds_per_sequence"])
+        assert s["flops_per_token"] >= systems["vanilla"]["flops_per_token"] * 0.9
 
 
 @pytest.mark.parametrize("text, passes, groups", (
@@ -290,6 +310,51 @@ def test_case_64_decode_command(tmp_path, monkeypatch):
         results[3]["seconds_per_step"] / results[2]["seconds_per_step"])
 
 
+# ---- systems
+
+ALL = ("vanilla", "k2", "static2", "static1", "nofeedback", "lckv1", "feedback", "recurrent",
+       "fusedkv", "fusedkv_lite")
+
+
+def test_every_system_is_timed(capsys):
+    sizes = [*SIZES, "--n_layer=3", f"--systems={','.join(ALL)}", "--trials=1"]
+    for argv in (["train", *sizes, "--batch_size=1", "--block_size=8"],
+                 ["decode", *sizes, "--batch_sizes=1", "--context=8", "--steps=2"]):
+        bench.main(argv)
+        lines = capsys.readouterr().out.splitlines()[-len(ALL):]
+        assert [line.split()[0] for line in lines] == list(ALL)
+
+
+def test_systems_command(tmp_path, monkeypatch, capsys):
+    """All are trained on the same rows, by train.py."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "data" / "noise"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text(json.dumps({
+        "tokenizer": "bytes", "vocab_size": 64, "eos_id": 0, "dtype": "uint16",
+        "tokens": {"train": 300, "val": 100, "test": 0}}))
+    for split, n in (("train", 300), ("val", 100)):
+        np.random.default_rng(n).integers(64, size=n).astype("<u2").tofile(folder / f"{split}.bin")
+    sizes = dict(n_layer=3, n_embd=16, n_head=4, n_kv_head=2, head_dim=6, n_hidden=24,
+                 batch_size=2, block_size=8, gradient_accumulation_steps=1, eval_iters=1)
+    config = "".join(f"{k} = {v}\n" for k, v in sizes.items())
+    (tmp_path / "c.py").write_text(config + 'dataset = "noise"\n')
+    bench.main(["systems", "--config=c.py", f"--systems={','.join(ALL)}", "--max_iters=2",
+                "--device=cpu", "--json=r.json"])
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["tokens_per_step"] == 16 and list(result["systems"]) == list(ALL)
+    for name, r in result["systems"].items():
+        state = torch.load(f"out/systems/{name}/ckpt.pt", weights_only=True)
+        assert state["step"] == 2 and state["rows_seen"] == 4 and state["config"]["seed"] == 1337
+        assert r["val_loss"] == pytest.approx(state["best_val_loss"])
+        assert r["params"] == build(ModelConfig(**state["model_config"])).n_params()
+    assert {name: round(3 * r["cache"]) for name, r in result["systems"].items()} == dict(
+        zip(ALL, (3, 2, 2, 1, 3, 2, 1, 3, 1, 1)))
+    assert [r["passes"] for r in result["systems"].values()] == [
+        "1", "1+2", "1+2", "1+2", "1", "7+2", "1+2", "1+2", "1", "1"]
+    assert "step" not in capsys.readouterr().out.split("\n\n")[1]
+
+
 # ---- bad input
 
 @pytest.mark.parametrize("argv, message", (
@@ -302,6 +367,10 @@ def test_case_64_decode_command(tmp_path, monkeypatch):
     (["prefill", "--random=huge"], "random=huge: choose tiny or paper"),
     (["train", "--systems=vanilla,16"], "16: no system; choose vanilla, k16"),
     (["decode", "--systems=k17"], "k17: n_channels=17"),
+    (["systems", "--systems=vanilla,lckv"], "systems=vanilla,lckv: no system"),
+    (["systems", "--max_iters=0"], "max_iters=0: at least 1"),
+    (["prefill", "--systems=lckv3"], "lckv3: lckv_w=3: 0 to n_layer-2=2"),
+    (["prefill", "--systems=k2", "--out_dir=x"], "without out_dir"),
     (["decode", "--batch_sizes=1,x"], "batch_sizes: 'x' is no number"),
     (["train", "--trials=0"], "trials=0: at least 1"),
     (["prefill", "--trails=2"], "did you mean trials"),
