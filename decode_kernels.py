@@ -8,7 +8,7 @@ One token per row, without gradients: five kernels a layer and few around them, 
     product     the norm before the MLP, gate and up, SwiGLU
     product     down, added to the residual stream
     product     the last norm and the head
-    choose      the next token among the likeliest
+    pick        a token among the likeliest
 
 `Steps` is `decoding.step`: the same computation with the same weights, where time is not work but
 launches and the latency of memory. Nothing waits for the host, no shape depends on how far the
@@ -33,9 +33,9 @@ from kernels import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pa
 from model import Decoder, one_below_the_other, rotary_tables
 from norm_kernels import norm_rotate, pair, store_halves
 
-# More rows are left to model.states and cuBLAS. On an H200 (context 2048, greedy, k=16, one run) a
-# token took 584 us by these kernels and 669 without at 1 row, but 1,483 and 1,288 at 64.
-MAX_ROWS = 16
+# More rows are left to model.states and cuBLAS. On an H100 (context 2048, greedy, k=16, one run) a
+# token of 64 rows took 1,525 us by these kernels and 1,641 without.
+MAX_ROWS = 64
 
 # kernel: (rows at most and features of a program, inner features at a time, and on their way,
 # warps). Few rows and many programs: weights come from memory once and then from the cache.
@@ -47,7 +47,6 @@ CONFIGS = {
 }
 ATTENTION = (64, 4, 3)  # keys at a time, warps, stages
 PROGRAMS = 396  # of attention: about three for each of 132 multiprocessors
-CHOOSE = (8192, 16)  # logits at a time, at least a 255th of all; warps
 
 
 # ---- before and after the stack ---------------------------------------------------------------
@@ -77,79 +76,22 @@ def place_kernel(ids, index, start, count, embed, cos_table, sin_table, x, cos, 
 
 
 @triton.jit
-def row_tile(row, lane, j0, V):
-    j = j0 + lane
-    return j, tl.load(row + j, j < V, float("-inf")).to(tl.float32)
-
-
-@triton.jit
-def ordered(x, BITS: tl.constexpr):
-    """An integer of so many bits, which grows with the float x."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> (32 - BITS)
-
-
-@triton.jit
-def least_of_the_likeliest(row, lane, V, top_k, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The top_k-th largest of a row, as `ordered` has it: two bits more in each round."""
-    least = tl.full((), -1 << (BITS - 1), tl.int32)
-    for i in tl.static_range(BITS // 2):
-        quarter: tl.constexpr = 1 << (BITS - 2 - 2 * i)
-        one = least + quarter
-        two = one + quarter
-        three = two + quarter
-        counts = tl.zeros((BLOCK,), tl.int32)  # three in one: each stays below 256
-        for j0 in tl.range(0, V, BLOCK):
-            _, x = row_tile(row, lane, j0, V)
-            x = ordered(x, BITS)
-            counts += (x >= one).to(tl.int32) + ((x >= two).to(tl.int32) << 8) \
-                + ((x >= three).to(tl.int32) << 16)
-        least += quarter * ((tl.sum(counts & 255, 0) >= top_k).to(tl.int32)
-                            + (tl.sum((counts >> 8) & 255, 0) >= top_k).to(tl.int32)
-                            + (tl.sum(counts >> 16, 0) >= top_k).to(tl.int32))
-    return least
-
-
-@triton.jit
-def choose_kernel(logits, stride, u, count, ids, B, V, temperature, top_k, GREEDY: tl.constexpr,
-                  TOP_K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """One of V ids by the number u, among the top_k likeliest and what equals the last of them;
-    the first of the likeliest if GREEDY; -1 if a logit is not finite. No sorting: a row is read
-    about ten times, from the first cache."""
-    b, lane = tl.program_id(0), tl.arange(0, BLOCK)
-    row = logits + b.to(tl.int64) * stride
-    most, bad = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
-    for j0 in tl.range(0, V, BLOCK):
-        j, x = row_tile(row, lane, j0, V)
-        most = tl.maximum(most, x)
-        bad += ((j < V) & ~(tl.abs(x) < float("inf"))).to(tl.int32)
-    most, bad = tl.max(most, 0), tl.sum(bad, 0)
-    if GREEDY:
-        first = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
-        for j0 in tl.range(0, V, BLOCK):
-            j, x = row_tile(row, lane, j0, V)
-            first = tl.where(x == most, tl.minimum(first, j), first)
-        chosen = tl.min(first, 0)
-    else:
-        least = tl.full((), -1 << (BITS - 1), tl.int32)
-        if TOP_K:
-            least = least_of_the_likeliest(row, lane, V, top_k, BITS, BLOCK)
-        mass = tl.zeros((BLOCK,), tl.float32)
-        for j0 in tl.range(0, V, BLOCK):
-            _, x = row_tile(row, lane, j0, V)
-            mass += tl.where(ordered(x, BITS) >= least, tl.exp((x - most) / temperature), 0.0)
-        target = tl.load(u + tl.load(count) * B + b) * tl.sum(mass, 0)
-        before = tl.zeros((), tl.float32)
-        passed, last = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
-        for j0 in tl.range(0, V, BLOCK):
-            j, x = row_tile(row, lane, j0, V)
-            kept = (ordered(x, BITS) >= least) & (j < V)
-            p = tl.where(kept, tl.exp((x - most) / temperature), 0.0)
-            passed += ((before + tl.cumsum(p, 0) <= target) & (j < V)).to(tl.int32)
-            last = tl.where(kept, j, last)
-            before += tl.sum(p, 0)
-        chosen = tl.minimum(tl.sum(passed, 0), tl.max(last, 0))  # whatever the rounding of sums
-    tl.store(ids + b, tl.where(bad > 0, -1, chosen))
+def pick_kernel(values, order, u, count, ids, B, temperature, top_p, K: tl.constexpr,
+                BLOCK: tl.constexpr):
+    """One of K ids in the order of their logits, by the number u; -1 if one is not finite."""
+    b, j = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(values + b * K + j, j < K, float("-inf")).to(tl.float32)
+    most = tl.max(x, 0)
+    p = tl.exp((x - most) / temperature)
+    total = tl.cumsum(p, 0)
+    kept = (total - p < top_p * tl.sum(p, 0)) & (j < K)
+    target = tl.load(u + tl.load(count) * B + b) * tl.sum(tl.where(kept, p, 0.0), 0)
+    at = tl.minimum(tl.sum((total <= target).to(tl.int32), 0), tl.sum(kept.to(tl.int32), 0) - 1)
+    token = tl.load(order + b * K + tl.maximum(at, 0))
+    # NaN is the largest of all for topk, and the head's product makes NaN of all infinities
+    finite = (tl.abs(x) < float("inf")) | (j >= K)
+    bad = tl.sum(finite.to(tl.int32), 0) < BLOCK
+    tl.store(ids + b, tl.where(bad, -1, token))
 
 
 # ---- products ---------------------------------------------------------------------------------
@@ -477,13 +419,16 @@ class Steps:
         return product(h, copies(self.model.embed), self.model.norm, kind="logits")
 
 
-def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float,
-           top_k: int | None = None) -> Tensor:
-    """`decoding.choose` of logits (B, V), by row `count` (1,) of the numbers u (n, B)."""
-    B, V = logits.shape
-    ids = torch.empty(B, dtype=torch.long, device=logits.device)
-    choose_kernel[B,](
-        logits, logits.stride(0), u, count, ids, B, V, temperature, min(top_k or V, V),
-        GREEDY=temperature < 1e-6, TOP_K=bool(top_k), BLOCK=CHOOSE[0], num_warps=CHOOSE[1],
-        BITS=16 if logits.dtype == torch.bfloat16 else 32)
+def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float, top_k: int,
+           top_p: float) -> Tensor:
+    """`decoding.choose` of `Steps.logits` (B, V), among at most top_k ids, 1: the likeliest; by row
+    `count` (1,) of the numbers u (n, B)."""
+    B = len(logits)
+    if top_k == 1:
+        values, order = logits.max(-1, keepdim=True)
+    else:
+        values, order = logits.topk(min(top_k, logits.size(-1)))
+    ids = torch.empty_like(order[:, 0])
+    pick_kernel[B,](values, order, u, count, ids, B, temperature, top_p, K=order.size(1),
+                    BLOCK=triton.next_power_of_2(order.size(1)))
     return ids
