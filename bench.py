@@ -30,7 +30,7 @@ import train
 from baselines import named, plan
 from configurator import UserError, key, parse, run, run_command
 from convergence import prefill_command, random_model
-from decoding import Choice, Decoding, Part, draws, ready, split
+from decoding import Choice, Decoding, draws, ready
 from flops import MODES, count_flops, flops_per_token, peak_flops
 from model import Decoder, ModelConfig, set_compute_copies
 from pool import build
@@ -337,7 +337,6 @@ class DecodeConfig(SystemsConfig):
     batch_sizes: str = key("1,8,64", "rows that are decoded together, one number or several")
     context: int = key(2048, "tokens in the cache before the first timed one")
     steps: int = key(32, "tokens of a trial")
-    parts: int = key(1, "of a batch, stepping side by side; sample.py has 1")
     temperature: float = key(0.8, "as for sample.py; 0 is greedy")
     top_k: int | None = key(200, "as for sample.py")
     top_p: float = key(1.0, "as for sample.py")
@@ -348,7 +347,7 @@ def decode_command(argv: list[str]):
     """Time of a token."""
     c = parse(DecodeConfig(), argv, "python bench.py decode: time of a token as sample.py decodes "
               "it,\nwith the choice of the token and its way to the host")
-    check(c, "context", "steps", "parts", "trials", "warmups")
+    check(c, "context", "steps", "trials", "warmups")
     models, device = c.models(), train.pick_device(c.device)
     dtype, on_cuda = train.pick_dtype(c.dtype, device), device.startswith("cuda")
     batch_sizes = [whole_number("batch_sizes", part) for part in c.batch_sizes.split(",")]
@@ -382,15 +381,12 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
     # the last id, which ends documents, is never drawn: the context stays as long as it is
     choice = Choice(draws(c.seed, c.steps + 1, B).to(device), c.temperature, c.top_k, c.top_p,
                     config.vocab_size - 1)
-    parts = []
-    for rows in split(B, c.parts):
-        token = torch.zeros(rows.stop - rows.start, dtype=torch.long, device=device)
-        h = model.embed_tokens(token)
-        cache = model.new_cache(len(token), c.context + c.steps + 1, like=h)
-        cache.k.normal_()
-        cache.v.normal_()
-        parts.append(Part(model, h, cache, token + c.context, token, choice.of(rows), c.context))
-    decoding = Decoding(parts)
+    token = torch.zeros(B, dtype=torch.long, device=device)
+    h = model.embed_tokens(token)
+    cache = model.new_cache(B, c.context + c.steps + 1, like=h)
+    cache.k.normal_()
+    cache.v.normal_()
+    decoding = Decoding(model, h, cache, token + c.context, token, choice, c.context)
     began = time.perf_counter()
     if device.startswith("cuda") and c.graph:
         decoding.capture()
@@ -398,10 +394,9 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
     first_seconds = time.perf_counter() - began
 
     def run_once():
-        for part in parts:
-            part.index.fill_(c.context)
-            part.n.zero_()
-            part.filled = c.context
+        decoding.index.fill_(c.context)
+        decoding.n.zero_()
+        decoding.filled = c.context
         for _ in decoding.tokens(c.steps + 1):
             pass
 
@@ -409,7 +404,7 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
     seconds = r["median_seconds"] / c.steps
     per_token = 2 * config.n_kv_head * config.head_dim * cache.k.element_size()
     read = sum(len(layer.keys) + len(layer.values) for layer in plan(config).layers) / 2
-    return r | {"first_seconds": first_seconds, "seconds_per_step": seconds, "parts": len(parts),
+    return r | {"first_seconds": first_seconds, "seconds_per_step": seconds,
                 "cache_bytes": per_token * B * c.context * model.n_channels,
                 "bytes_per_second": per_token * B * c.context * read / seconds}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -143,9 +143,6 @@ class Choice:
     top_p: float
     n_ids: int | None  # ids from here on (padding of the vocabulary) are never drawn
 
-    def of(self, rows: slice) -> Choice:
-        return replace(self, u=self.u[:, rows].contiguous())
-
     def __call__(self, logits: Tensor, n: Tensor) -> Tensor:
         """The n-th ids (B,), n (1,), from logits (B, V)."""
         if decode_kernels is not None and is_fast(logits) and (self.temperature < 1e-6
@@ -194,8 +191,9 @@ def record(function: Callable, undo: Callable = lambda: None) -> torch.cuda.CUDA
     return graph
 
 
-class Part:
-    """Rows in the middle of being decoded: their cache, and what a step needs and renews.
+class Decoding:
+    """A batch in the middle of being decoded: its cache, and what a step needs and renews; on CUDA
+    a step is recorded once, as a CUDA graph.
 
     A step changes tensors in place, no shape, and waits for nothing. Attention knows from the
     device which columns to read; unless `static`, it gets a view up to the newest column.
@@ -214,6 +212,7 @@ class Part:
         ids = self.choice(self.logits(h), self.n)
         self.ids = ids.clone(memory_format=torch.contiguous_format)
         self.filled, self.static = filled, h.is_cuda if static is None else static
+        self.graph = None
 
     def step(self):
         """Run the newest ids through the model and choose the next."""
@@ -229,33 +228,9 @@ class Part:
         return Cache(self.cache.k[:, :, :self.filled], self.cache.v[:, :, :self.filled],
                      self.cache.sink, self.cache.weights)
 
-
-class Decoding:
-    """Steps of one or several parts of a batch; on CUDA recorded once, as a CUDA graph.
-
-    Several parts step side by side, on streams of their own: while one reads its keys and values,
-    which keeps the memory busy, another has its many small kernels.
-    """
-
-    def __init__(self, parts: list[Part]):
-        self.parts, self.graph = parts, None
-        self.static = parts[0].static
-        self.streams = [torch.cuda.Stream() for p in parts[1:] if p.ids.is_cuda]
-
-    def step(self):
-        """One token more for every row."""
-        for stream, part in zip(self.streams, self.parts[1:]):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                part.step()
-        for part in self.parts[:1] if self.streams else self.parts:
-            part.step()
-        for stream in self.streams:
-            torch.cuda.current_stream().wait_stream(stream)
-
     def capture(self):
         """Record a step as a CUDA graph; nothing has changed afterwards."""
-        state = [t for p in self.parts for t in (p.ids, p.index, p.start, p.n)]
+        state = self.ids, self.index, self.start, self.n
         saved = [t.clone() for t in state]
 
         def undo():
@@ -272,10 +247,9 @@ class Decoding:
 
     def fetch(self) -> Callable[[], list[int]]:
         """Have the newest ids copied to the host; call the result to wait for them."""
-        ids = torch.cat([p.ids for p in self.parts])
-        if not ids.is_cuda:
-            return ids.tolist
-        copy, done = ids.to("cpu", non_blocking=True), torch.cuda.Event()
+        if not self.ids.is_cuda:
+            return self.ids.clone().tolist
+        copy, done = self.ids.to("cpu", non_blocking=True), torch.cuda.Event()
         done.record()
 
         def wait() -> list[int]:
@@ -341,11 +315,11 @@ def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
 
 
 def begin(model: Decoder, prompts: list[list[int]], max_new_tokens: int, choice: Callable,
-          *how, static: bool | None = None, n_parts: int = 1) -> tuple[Decoding, Report]:
-    """Prefill the prompts, each different one once, into caches with room for all new tokens."""
+          *how, static: bool | None = None) -> tuple[Decoding, Report]:
+    """Prefill the prompts, each different one once, into a cache with room for all new tokens."""
     device = model.embed.device
     place = {tuple(p): i for i, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    which = torch.tensor([place[tuple(p)] for p in prompts], device=device)
+    of = torch.tensor([place[tuple(p)] for p in prompts], device=device)
     lengths = torch.tensor([len(p) for p in place], device=device)
     longest = max(map(len, place))
     idx = torch.tensor([[*p] + [0] * (longest - len(p)) for p in place], device=device)
@@ -354,17 +328,7 @@ def begin(model: Decoder, prompts: list[list[int]], max_new_tokens: int, choice:
     h = solution.final[rows, last]
     start = model.document_starts(idx)[rows, last]
     start = next_start(model, idx[rows, last], last, start)
-    parts = []
-    for rows in split(len(prompts), n_parts):
-        of = which[rows]
-        cache = model.new_cache(len(of), longest + max_new_tokens, like=h)
-        cache.put(slice(0, longest), solution.cache.k[:, of], solution.cache.v[:, of])
-        parts.append(Part(model, h[of], cache, lengths[of], start[of], choice.of(rows)
-                          if len(of) < len(prompts) else choice, longest, static))
-    return Decoding(parts), solution.report
-
-
-def split(B: int, n: int) -> list[slice]:
-    """B rows in n parts, as equal as they can be."""
-    ends = [B * i // n for i in range(n + 1)]
-    return [slice(a, b) for a, b in zip(ends, ends[1:])]
+    cache = model.new_cache(len(of), longest + max_new_tokens, like=h)
+    cache.put(slice(0, longest), solution.cache.k[:, of], solution.cache.v[:, of])
+    decoding = Decoding(model, h[of], cache, lengths[of], start[of], choice, longest, static)
+    return decoding, solution.report

@@ -156,11 +156,12 @@ def test_steps_equal_the_whole(system, few, monkeypatch):
     if not few:
         monkeypatch.setattr(decode_kernels, "MAX_ROWS", 0)
     zeros = ids.new_zeros(B)
-    part = decoding.Part(model, model.embed_tokens(zeros), cache, zeros, zeros, forced, static=True)
-    assert (part.fast is not None) == few
-    list(decoding.Decoding([part]).tokens(n))
-    assert part.index.tolist() == [n - 1] * B and part.n.tolist() == [n - 1]
-    assert part.start.tolist() == [2, 0]
+    steps = decoding.Decoding(model, model.embed_tokens(zeros), cache, zeros, zeros, forced,
+                              static=True)
+    assert (steps.fast is not None) == few
+    list(steps.tokens(n))
+    assert steps.index.tolist() == [n - 1] * B and steps.n.tolist() == [n - 1]
+    assert steps.start.tolist() == [2, 0]
     monkeypatch.undo()
     exact = small_model(**sizes, **system)
     solve = autoregressive if exact.iterates else one_pass

@@ -217,8 +217,7 @@ def test_case_54_decoding_equals_full_computation(system, static):
 
     steps, _ = decoding.begin(model, [prompt], 21, greedy, "autoregressive", static=static)
     channels = system.get("n_channels", 3)  # (d) k of them, where vanilla has L = 3
-    (part,) = steps.parts
-    assert part.cache.k.shape == part.cache.v.shape == (channels, 1, 30, 2, 6)
+    assert steps.cache.k.shape == steps.cache.v.shape == (channels, 1, 30, 2, 6)
     ids = [i for (i,) in steps.tokens(21)]
     full = model.logits(solve(model, torch.tensor([prompt + ids[:-1]])).final)[0, 8:]
     assert (full - torch.cat(logits)).abs().max() < 1e-10  # (a)
@@ -246,21 +245,7 @@ def test_static_steps_with_documents(system):
         seq = torch.tensor([prompt + [ids[b] for ids in new][:-1]])
         full = model.logits(solve(model, seq).final)[0, len(prompt) - 1:]
         assert (full - torch.stack(logits, 1)[b]).abs().max() < 1e-10
-    assert steps.parts[0].index.tolist() == [len(p) + 3 for p in prompts]
-
-
-@pytest.mark.parametrize("static", [False, True])
-@torch.no_grad()
-def test_parts_of_a_batch_equal_the_whole(static):
-    model = small_model()
-    prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (1, 4, 11, 4, 2)]
-    choice = decoding.Choice(decoding.draws(3, 9, 5), 1.0, 7, 0.9, 12)
-    new = []
-    for n in (1, 2, 5):
-        steps, _ = decoding.begin(model, prompts, 9, choice, static=static, n_parts=n)
-        assert [len(p.ids) for p in steps.parts] == {1: [5], 2: [2, 3], 5: [1] * 5}[n]
-        new.append(list(steps.tokens(9)))
-    assert new[0] == new[1] == new[2]
+    assert steps.index.tolist() == [len(p) + 3 for p in prompts]
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
@@ -516,9 +501,9 @@ def decoded(model, cache, ids, context, n, static, kv=None):
         return ids[i.clamp(max=n - 1)]
 
     index, start = torch.tensor([context]), torch.tensor([0])
-    part = decoding.Part(model, model.embed_tokens(ids[:1]), cache, index, start, forced, context,
-                       static)
-    list(decoding.Decoding([part]).tokens(n + 1))
+    steps = decoding.Decoding(model, model.embed_tokens(ids[:1]), cache, index, start, forced,
+                              context, static)
+    list(steps.tokens(n + 1))
     return torch.cat(logits[1:])
 
 
