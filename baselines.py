@@ -422,18 +422,21 @@ class Recurrent(Planned):
                cache: Cache) -> Tensor:
         k, v = kv[-1]
         if not torch.is_grad_enabled():
-            return with_own(q, k, v, cache.k[layer], cache.v[layer], rows)[0]
+            few = q.size(1) <= attention.FEW
+            return with_own(q, k, v, cache.k[layer], cache.v[layer], rows, few)[0]
         out, cache.link = _ReadWithOwn.apply(cache.link, q, k, v, cache.tape, layer, rows)
         return out
 
 
-def with_own(q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, rows: Rows):
+def with_own(q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, rows: Rows,
+             few: bool = False):
     """Attention of q (B, T, H, d) on k, v (B, S, Hkv, d) and, each query, on one more entry of its
-    own (B, T, Hkv, d). Returns (B, T, H, d) and, from the kernels, their sums (else None)."""
+    own (B, T, Hkv, d). Returns (B, T, H, d) and, from the kernels, their sums (else None). With
+    `few`, by the kernels of decoding."""
     B, T, H, d = q.shape
     Hkv = k.size(2)
     if is_fast(q):
-        return with_own_fast(q, own_k, own_v, k, v, rows)
+        return with_own_fast(q, own_k, own_v, k, v, rows, few)
     q = q.unflatten(2, (Hkv, -1))  # (B, T, Hkv, G, d)
     own = torch.einsum("btngd,btnd->bngt", q, own_k)[..., None]
     scores = torch.einsum("btngd,bsnd->bngts", q, k)
@@ -444,10 +447,12 @@ def with_own(q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, rows
     return out.flatten(2, 3), None
 
 
-def with_own_fast(q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, rows: Rows):
+def with_own_fast(q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, rows: Rows,
+                  few: bool):
     """By the kernels: the own entry is merged into the sum of the others; also returns the base-2
     logarithm of the whole sum, as `attention.kernels` lay it out."""
-    out, lse2 = attention.kernels.attention_forward(q, k, v, rows.start, rows.stop)
+    forward = attention.kernels.decode_forward if few else attention.kernels.attention_forward
+    out, lse2 = forward(q, k, v, rows.start, rows.stop)
     return merge_own(q, own_k, own_v, out, lse2)
 
 

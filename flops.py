@@ -163,9 +163,10 @@ class Tally:
         pairs = int((rows.stop - rows.start).sum()) + (B * T if sink is not None else 0)
         return CountedAttention.apply(self, 4 * pairs * H * d, q, k, v, *(sink or ()))
 
-    def with_own(self, q: Tensor, own_k: Tensor, own_v: Tensor, *others) -> tuple[Tensor, None]:
+    def with_own(self, q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor,
+                 rows: attention.Rows, few: bool = False) -> tuple[Tensor, None]:
         """For `baselines.with_own`: as a sink, the own entry is one key more."""
-        return self.attend(q, *others, (own_k, own_v)), None
+        return self.attend(q, k, v, rows, (own_k, own_v)), None
 
 
 class Weightless:

@@ -516,7 +516,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
                      sink_k: Tensor | None = None, sink_v: Tensor | None = None) -> Tensor:
-    """The same for a few queries and no gradients: programs share the keys (flash-decoding).
+    """The same for a few queries and no gradients: programs share the keys (flash-decoding)."""
+    return decode_forward(q, k, v, start, stop, sink_k, sink_v)[0]
+
+
+def decode_forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
+                   sink_k: Tensor | None = None,
+                   sink_v: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse2 of `decode_attention`.
 
     The number of shares follows from the shapes alone, about three programs for each of 132
     multiprocessors and never more than one for 128 keys; what each reads, the device decides.
@@ -524,4 +531,4 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tenso
     B, (S, Hkv) = q.size(0), k.shape[1:3]
     splits = min(triton.next_power_of_2(triton.cdiv(400, B * Hkv)),
                  triton.next_power_of_2(triton.cdiv(S, 128)), 64)
-    return attention_forward(q, k, v, start, stop, sink_k, sink_v, "decode", splits)[0]
+    return attention_forward(q, k, v, start, stop, sink_k, sink_v, "decode", splits)

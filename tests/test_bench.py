@@ -318,7 +318,7 @@ ALL = ("vanilla", "k2", "static2", "static1", "nofeedback", "lckv1", "feedback",
 
 def test_every_system_is_timed(capsys):
     sizes = [*SIZES, "--n_layer=3", f"--systems={','.join(ALL)}", "--trials=1"]
-    for argv in (["train", *sizes, "--batch_size=1", "--block_size=8"],
+    for argv in (["train", *sizes, "--batch_size=1", "--block_size=3"],
                  ["decode", *sizes, "--batch_sizes=1", "--context=8", "--steps=2"]):
         bench.main(argv)
         lines = capsys.readouterr().out.splitlines()[-len(ALL):]

@@ -7,6 +7,7 @@ from small import random_tokens, small_model
 from test_kernels import reference
 
 import attention
+import baselines
 import decode_kernels
 import decoding
 import model as plain
@@ -132,13 +133,16 @@ def test_infinite_logits_become_nan():
     assert y.isnan().any(0).nonzero().flatten().tolist() == [3, 7]
 
 
-@pytest.mark.parametrize("system, few", [(dict(kv="vanilla"), True), (dict(n_channels=2), True),
-                                         (dict(n_channels=2), False)], ids=str)
+@pytest.mark.parametrize("system, few", [
+    (dict(kv="vanilla"), True), (dict(n_channels=2), True), (dict(n_channels=2), False),
+    (dict(dummy=False, top_output=True), True), (dict(kv="nofeedback"), False),
+    (dict(kv="lckv", lckv_w=1), False), (dict(kv="recurrent"), False),
+    (dict(kv="fusedkv"), False)], ids=str)
 @torch.no_grad()
 def test_steps_equal_the_whole(system, few, monkeypatch):
     """Rows of one batch on a cache that is longer than needed, documents that end on the way;
     by these kernels and, for many rows, by those of training with flash-decoding."""
-    for module in (attention, plain, pool, decode_kernels):
+    for module in (attention, plain, pool, baselines, decode_kernels):
         monkeypatch.setattr(module, "is_fast", lambda x: True)
     sizes = dict(n_embd=16, head_dim=16)
     model = small_model(dtype=torch.float32, **sizes, **system).to(DEVICE)

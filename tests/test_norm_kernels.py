@@ -211,8 +211,10 @@ def test_fast_path_of_vanilla(partials, monkeypatch, large_blocks):
 OTHERS = {"nofeedback": dict(kv="nofeedback"), "lckv": dict(kv="lckv", lckv_w=1, n_groups=1),
           "feedback": dict(kv="feedback"), "recurrent": dict(kv="recurrent"),
           "fusedkv": dict(kv="fusedkv"), "fusedkv_lite": dict(kv="fusedkv_lite"),
-          "static": dict(router="static"), "top output": dict(top_output=True),
-          "no dummy": dict(dummy=False)}
+          # one pass is enough for these: what differs is the pool
+          **{name: dict(n_nograd=0, n_grad=1, **option) for name, option in (
+              ("static", dict(router="static")), ("top output", dict(top_output=True)),
+              ("no dummy", dict(dummy=False)))}}
 
 
 @pytest.mark.skipif(GPU, reason="in float32 here; on a GPU test_fast_path_on_gpu does it")
