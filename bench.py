@@ -21,7 +21,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -417,7 +416,7 @@ class ComparisonConfig:
 
     systems: str = key("vanilla,k4,k2,k1,static4,static1,nofeedback,lckv2,lckv1,feedback,recurrent,"
                        "fusedkv,fusedkv_lite", "names as for bench.py train")
-    config: str = key(str(Path(__file__).parent / "config/tiny.py"), "sizes, data and all else")
+    config: str = key("config/tiny.py", "sizes, data and all else")
     max_iters: int = key(200, "steps of each; fewer than config/tiny.py has, for all to end soon")
     out_dir: str = key("out/systems", "a folder for each system is made there")
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")

@@ -566,8 +566,9 @@ def connectome(c: ConnectomeConfig):
         raise UserError(f"split={c.split}: choose train, val or test")
     plt = plot()
     model, checkpoint = load_model(c.out_dir, pick_device(c.device))
-    if not hasattr(model, "kv_pool"):
-        raise UserError(f"{c.out_dir}: kv={model.config.kv} has no router to look at")
+    if model.config.kv != "whitematter":
+        raise UserError(f"{c.out_dir}: kv={model.config.kv}, but only whitematter's routers are "
+                        "drawn")
     tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
     x = read_connectome(c, model, connectome_rows(c, checkpoint, tokenizer))
     report(x, tokenizer, c.unusual)

@@ -410,7 +410,7 @@ def test_convergence_of_what_bench_writes(checkpoint, figures):
     (["convergence", "--json=wrong.json"], "KeyError: 'schedules'"),
     (["convergence", "--json=none.json"], "it holds no schedule"),
     (["connectome", "--out_dir=nowhere"], "no such checkpoint"),
-    (["connectome", "--out_dir=vanilla"], "kv=vanilla has no router"),
+    (["connectome", "--out_dir=vanilla"], "kv=vanilla, but only whitematter's"),
     (["connectome", "--out_dir=wm", "--rows=0"], "rows=0: at least 1"),
     (["connectome", "--out_dir=wm", "--split=all"], "split=all: choose train"),
     (["connectome", "--out_dir=wm", "--text=nowhere.txt"], "text=nowhere.txt: cannot read"),
