@@ -411,9 +411,9 @@ def test_training_in_bfloat16_autocast(name):
 @pytest.mark.parametrize("mode, schedule", [
     ("training", (1, 2)), ("prefill", (1, 2)), ("decode", (1, 2))], ids=str)
 def test_flops_by_closed_form_are_those_of_the_code(name, mode, schedule):
-    options = SYSTEMS[name][1] | dict(n_nograd=schedule[0], n_grad=schedule[1], n_groups=3)
+    options = SYSTEMS[name][1] | dict(n_nograd=schedule[0], n_grad=schedule[1], n_groups=2)
     c = ModelConfig(**{**SMALL, **options})
-    assert flops_per_token(c, 7, mode) == pytest.approx(count_flops(c, 7, mode), rel=1e-12)
+    assert flops_per_token(c, 5, mode) == pytest.approx(count_flops(c, 5, mode), rel=1e-12)
 
 
 @pytest.mark.parametrize("w, printed", [(4, (1.421, 0.935, 0.173)), (7, (1.174, 0.738, 0.175))])
