@@ -458,9 +458,9 @@ class Trainer:
 
     def restore(self, state: dict):
         """Continue the run of a checkpoint. Raises UserError if it has another model."""
-        mine, theirs = asdict(self.model_config), state["model_config"]
-        wrong = [f"{k}={mine[k]} (there: {theirs.get(k)})"
-                 for k in mine if mine[k] != theirs.get(k)]
+        mine, theirs = (asdict(c) for c in (self.model_config,
+                                            ModelConfig(**state["model_config"])))
+        wrong = [f"{k}={mine[k]} (there: {theirs[k]})" for k in mine if mine[k] != theirs[k]]
         if wrong:
             raise UserError(f"{self.path} has another model: {', '.join(wrong)}")
         self.model.load_state_dict(state["model"])
@@ -666,8 +666,8 @@ def main(argv: list[str]):
     trainer = Trainer(c, processes)
     processes.print(
         f"{c.kv}, {trainer.model.n_params():,} parameters without the embedding, on "
-        f"{processes.world} x {trainer.device}, {str(trainer.dtype).removeprefix('torch.')}; "
-        f"{trainer.tokens_per_step:,} tokens per step")
+        f"{processes.world} x {trainer.device.partition(':')[0]}, "
+        f"{str(trainer.dtype).removeprefix('torch.')}; {trainer.tokens_per_step:,} tokens per step")
     if trainer.step >= c.max_iters:
         processes.print(f"step {trainer.step} of {c.max_iters}: nothing left to do")
     try:
