@@ -46,7 +46,8 @@ CONFIGS = {
     "logits": (64, 128, 128, 512, 4),
 }
 ATTENTION = (64, 4, 3)  # keys at a time, warps, stages
-PROGRAMS = 396  # of attention: about three for each of 132 multiprocessors
+# of attention: about three for each of 132 multiprocessors; of 64 rows of 3 heads, two for each
+PROGRAMS = 384
 
 
 # ---- before and after the stack ---------------------------------------------------------------

@@ -529,6 +529,6 @@ def decode_forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
     multiprocessors and never more than one for 128 keys; what each reads, the device decides.
     """
     B, (S, Hkv) = q.size(0), k.shape[1:3]
-    splits = min(triton.next_power_of_2(triton.cdiv(400, B * Hkv)),
+    splits = min(triton.next_power_of_2(triton.cdiv(384, B * Hkv)),
                  triton.next_power_of_2(triton.cdiv(S, 128)), 64)
     return attention_forward(q, k, v, start, stop, sink_k, sink_v, "decode", splits)

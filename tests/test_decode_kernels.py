@@ -101,7 +101,7 @@ def test_attention(splits, d, sink):
 
 
 def test_shares_of_the_keys():
-    assert [decode_kernels.splits_of(3 * B, 2048) for B in (1, 8, 64, 512)] == [16, 16, 4, 1]
+    assert [decode_kernels.splits_of(3 * B, 2048) for B in (1, 8, 64, 512)] == [16, 16, 2, 1]
     assert decode_kernels.splits_of(3, 100) == 1
 
 
