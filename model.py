@@ -160,7 +160,7 @@ class _MixedLinear(torch.autograd.Function):
     """The product with `w.compute`, a copy of w in low precision, made once per step.
 
     The weight's gradient is added to w.grad in w's own precision inside the product, as 16 group
-    steps add to each of them: no cast, no sum of its own.
+    steps add to each of them: no cast, no sum of its own. Small steps wait for each other.
     """
 
     @staticmethod
@@ -172,12 +172,32 @@ class _MixedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (x,), weights = ctx.saved_tensors, ctx.weights
-        grad = one_below_the_other([w.grad for w in weights])
-        if grad.dim() == 2:
-            add_product(grad, dy.flatten(0, -2).mT, x.flatten(0, -2))
+        if weights[0].dim() == 2:
+            add_gradient(weights, dy.flatten(0, -2), x.flatten(0, -2))
         else:
-            add_product(grad, dy.mT, x)
+            add_product(weights[0].grad, dy.mT, x)
         return dy @ one_below_the_other([w.compute for w in weights]), *(None for _ in weights)
+
+
+FEW_ROWS = 2048  # the products of fewer take less time than to add them to a weight's gradient
+
+
+def add_gradient(weights: tuple[Tensor, ...], dy: Tensor, x: Tensor):
+    """Add dy^T @ x, of dy (N, E) and x (N, D), to the gradients of the weights, which together are
+    (E, D): as soon as there are FEW_ROWS, or with `add_partial_gradients`."""
+    parts = getattr(weights[0], "waiting", None)  # a piece of a weight has none
+    if parts is None or len(x) >= FEW_ROWS:
+        return add_together(weights, [(dy, x)])
+    parts.append((dy, x))
+    weights[0].together = weights
+    if sum(len(x) for _, x in parts) >= FEW_ROWS:
+        add_together(weights, parts)
+
+
+def add_together(weights: tuple[Tensor, ...], parts: list[tuple[Tensor, Tensor]]):
+    dy, x = (rows[0] if len(rows) == 1 else torch.cat(rows) for rows in zip(*parts))
+    parts.clear()
+    add_product(one_below_the_other([w.grad for w in weights]), dy.mT, x)
 
 
 def one_below_the_other(parts: list[Tensor]) -> Tensor:
@@ -206,8 +226,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor):
 def set_compute_copies(model: nn.Module, dtype: torch.dtype):
     """Make, or renew after an optimizer step, the copies that `linear` computes with.
 
-    Every parameter with such a copy needs a .grad to add to. On a GPU the gains' gradients are
-    collected as well: call `add_partial_gradients` after each backward pass.
+    Every parameter with such a copy needs a .grad to add to. Some gradients are collected on the
+    side: call `add_partial_gradients` after each backward pass.
     """
     named = {id(getattr(module, name, None)) for module in model.modules()
              for name in getattr(module, "matrices", ())}
@@ -216,7 +236,7 @@ def set_compute_copies(model: nn.Module, dtype: torch.dtype):
         flat = torch.empty(sum(p.numel() for p in with_copy), dtype=dtype,
                            device=with_copy[0].device)
         for p, piece in zip(with_copy, flat.split([p.numel() for p in with_copy])):
-            p.compute = piece.view_as(p)
+            p.compute, p.waiting = piece.view_as(p), []
         add_partials(model)
     torch._foreach_copy_([p.compute for p in with_copy], [p.detach() for p in with_copy])
 
@@ -235,7 +255,11 @@ def add_partials(model: Decoder, always: bool = False):
 
 @torch.no_grad()
 def add_partial_gradients(model: Decoder):
-    """Move what the kernels have collected for the gains into their gradients."""
+    """Move what has been collected on the side into the gradients: the kernels' rows for the gains,
+    and products of few rows."""
+    for p in model.parameters():
+        if getattr(p, "waiting", None):
+            add_together(p.together, p.waiting)
     for gain in [p for p in model.parameters() if hasattr(p, "partial")]:
         gain.grad += gain.partial.flatten(0, -gain.dim() - 1).sum(0)
         gain.partial.zero_()

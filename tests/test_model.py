@@ -6,9 +6,11 @@ import pytest
 import torch
 from small import SMALL, random_tokens, small_model, with_documents
 
+import model as model_module
 from attention import Cache, attend
 from model import (
     ModelConfig,
+    add_partial_gradients,
     from_qwen3,
     rms_norm,
     rotary_tables,
@@ -372,8 +374,11 @@ def test_the_cache_is_k_channels_in_token_order():
 
 
 @pytest.mark.parametrize("kv", ["vanilla", "whitematter"])
-def test_compute_copies_and_fused_gradient_sums_change_nothing(kv):
-    """What CUDA trains with, in float64: copies of the weights, gradients added in place."""
+@pytest.mark.parametrize("few_rows", [1, 20, 1000])
+def test_compute_copies_and_fused_gradient_sums_change_nothing(kv, few_rows, monkeypatch):
+    """What CUDA trains with, in float64: copies of the weights, gradients added in place, those of
+    a few rows together with the next ones or at the end."""
+    monkeypatch.setattr(model_module, "FEW_ROWS", few_rows)
     model, idx = small_model(kv=kv), random_tokens(2, 9)
 
     def loss():
@@ -384,6 +389,7 @@ def test_compute_copies_and_fused_gradient_sums_change_nothing(kv):
     set_compute_copies(model, torch.float64)
     for n in (1, 2):  # the second time adds
         loss().backward()
+        add_partial_gradients(model)
         torch.testing.assert_close(flat, n * torch.cat([g.flatten() for g in expected]),
                                    rtol=1e-9, atol=1e-10)
     with torch.no_grad():
