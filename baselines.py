@@ -222,6 +222,7 @@ class NoFeedback(WhiteMatter):
 
     def attend(self, layer: int, q: Tensor, h: list[Tensor], kv: list, rows: Rows,
                cache: Cache | None) -> Tensor:
+        """`Decoder.attend`, of a channel that mixes the states that entered the layers so far."""
         kv[layer] = self.normed(h[layer], layer)  # later layers mix it, too
         k, v = self.channel(kv, rows.cos, rows.sin)
         if cache is not None:
@@ -271,6 +272,8 @@ class LCKV(Planned):
 
     def attend(self, layer: int, q: Tensor, h: list[Tensor], kv: list, rows: Rows,
                cache: Cache | None) -> Tensor:
+        """`Decoder.attend`; a condensed layer, which projects nothing, reads the past tokens' keys
+        and values of the layer that all of these read."""
         channel, (k, v) = self.plan.layers[layer].keys[0], kv[-1]
         if k is None:
             return cache.attend(q, channel, rows.past())

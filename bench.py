@@ -447,11 +447,10 @@ def systems_command(argv: list[str]):
     c = parse(ComparisonConfig(), argv, "python bench.py systems: small versions of all systems, "
               "trained by train.py on the same tokens")
     check(c, "max_iters")
-    results, head = {}, False
+    results = {}
     for name, settings in c.settings().items():
         trainer = train.Trainer(settings, Quiet())
-        if not head:
-            head = True
+        if not results:
             tokens = trainer.tokens_per_step
             print(f"{machine(trainer.device, trainer.dtype)}; {settings.dataset}, {c.max_iters} "
                   f"steps of {tokens:,} tokens each\ncache: over vanilla's; s: steps and the "

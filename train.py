@@ -590,6 +590,7 @@ class MicroStep:
         return loss.detach()
 
     def capture(self, x: Tensor, y: Tensor):
+        """Record a run on copies of x and y; the runs that this takes add to the gradients."""
         self.x, self.y, self.graph = x.clone(), y.clone(), torch.cuda.CUDAGraph()
         # the warm-up, which compiles, runs on the stream of the capture: autograd remembers it
         stream = torch.cuda.Stream()

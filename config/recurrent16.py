@@ -1,14 +1,5 @@
-# Recurrent Transformer (Oncescu et al., 2026), by the schedule of WhiteMatter:
-# torchrun --standalone --nproc_per_node=8 train.py config/recurrent16.py
+# Recurrent Transformer (Oncescu et al., 2026), by the schedule of WhiteMatter;
+# all else as in config/wm16.py
 out_dir = "out/recurrent16"
 dataset = "fineweb-edu"
-batch_size = 16  # rows per process and micro-step; 8 in all make the global batch of 128
-gradient_accumulation_steps = 8
-block_size = 2048
-max_iters = 30518  # 8.0 B tokens
-learning_rate = 3e-4
-n_layer = 16
 kv = "recurrent"
-n_groups = 8
-n_nograd = 1
-n_grad = 2

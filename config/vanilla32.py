@@ -1,11 +1,5 @@
-# the paper's vanilla baseline with 32 layers:
-# torchrun --standalone --nproc_per_node=8 train.py config/vanilla32.py
+# the paper's vanilla baseline with 32 layers; all else as in config/wm16.py
 out_dir = "out/vanilla32"
 dataset = "fineweb-edu"
-batch_size = 16  # rows per process and micro-step; 8 in all make the global batch of 128
-gradient_accumulation_steps = 8
-block_size = 2048
-max_iters = 30518  # 8.0 B tokens
-learning_rate = 3e-4
 n_layer = 32
 kv = "vanilla"
