@@ -239,15 +239,18 @@ def test_fast_path_of_other_systems(name, monkeypatch, large_blocks):
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
 @pytest.mark.parametrize("name", ["whitematter", "vanilla", *OTHERS])
 def test_fast_path_on_gpu(name, monkeypatch):
-    """With and without kernels, both in bfloat16: as close as two roundings are."""
+    """In bfloat16 the kernels are as close to float64 as the plain path is. How close that is
+    depends on the system: iterated, rounding may be amplified."""
     model, idx, targets = model_and_batch(**OTHERS.get(name, dict(kv=name)), k=3, n_layer=3)
-    model = model.to(HALF)
 
     def solver(m, x):
         return solve(m, x).final
 
-    fast = loss_and_gradient(model, idx, targets, solver)
+    fast = loss_and_gradient(model.to(HALF), idx, targets, solver)
     for module in (attention, plain, pool, baselines):
         monkeypatch.setattr(module, "is_fast", lambda x: False)
-    for mine, theirs in zip(fast, loss_and_gradient(model, idx, targets, solver)):
-        close(mine, theirs, 0.1)
+    slow = loss_and_gradient(model, idx, targets, solver)
+    exact = loss_and_gradient(model.double(), idx, targets, solver)
+    for mine, theirs, true in zip(fast, slow, exact):
+        error, usual = ((x.double() - true).norm() / true.norm() for x in (mine, theirs))
+        assert error < 2 * usual + 0.005, (error, usual)
