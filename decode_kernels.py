@@ -8,7 +8,6 @@ One token per row, without gradients: five kernels a layer and few around them, 
     product     the norm before the MLP, gate and up, SwiGLU
     product     down, added to the residual stream
     product     the last norm and the head
-    pick        a token among the likeliest
 
 `Steps` is `decoding.step`: the same computation with the same weights, where time is not work but
 launches and the latency of memory. Nothing waits for the host, no shape depends on how far the
@@ -22,6 +21,8 @@ matrix unit takes. The pieces of attention are those of kernels.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -30,20 +31,20 @@ from torch import Tensor
 import kernels
 from attention import Cache, Rows, is_fast
 from kernels import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pair
-from model import Decoder, one_below_the_other, rotary_tables
+from model import Block, Decoder, rotary_tables
 from norm_kernels import norm_rotate, pair, store_halves
 
 # More rows are left to model.states and cuBLAS. On an H100 (context 2048, greedy, k=16, one run) a
 # token of 64 rows took 1,525 us by these kernels and 1,641 without.
 MAX_ROWS = 64
 
-# kernel: (rows at most and features of a program, inner features at a time, and on their way,
-# warps). Few rows and many programs: weights come from memory once and then from the cache.
+# kernel, rows of a program: (its features, inner features at a time, and on their way, warps).
+# Few rows and many programs: weights come from memory once and then from the cache.
 CONFIGS = {
-    "product": (16, 16, 128, 1024, 4),
-    "gated": (32, 16, 512, 1024, 4),
-    "heads": (16, None, 512, 512, 4),
-    "logits": (64, 128, 128, 512, 4),
+    "product": {16: (16, 128, 1024, 4)},
+    "gated": {16: (16, 512, 1024, 4), 64: (16, 64, 512, 4)},
+    "heads": {16: (None, 512, 512, 4)},
+    "logits": {16: (128, 64, 256, 4), 64: (128, 64, 256, 4)},
 }
 ATTENTION = (64, 4, 3)  # keys at a time, warps, stages
 # of attention: about three for each of 132 multiprocessors; of 64 rows of 3 heads, two for each
@@ -76,41 +77,16 @@ def place_kernel(ids, index, start, count, embed, cos_table, sin_table, x, cos, 
         tl.store(count, tl.load(count) + 1)
 
 
-@triton.jit
-def pick_kernel(values, order, u, count, ids, B, temperature, top_p, K: tl.constexpr,
-                BLOCK: tl.constexpr):
-    """One of K ids in the order of their logits, by the number u; -1 if one is not finite."""
-    b, j = tl.program_id(0), tl.arange(0, BLOCK)
-    x = tl.load(values + b * K + j, j < K, float("-inf")).to(tl.float32)
-    most = tl.max(x, 0)
-    p = tl.exp((x - most) / temperature)
-    total = tl.cumsum(p, 0)
-    kept = (total - p < top_p * tl.sum(p, 0)) & (j < K)
-    target = tl.load(u + tl.load(count) * B + b) * tl.sum(tl.where(kept, p, 0.0), 0)
-    at = tl.minimum(tl.sum((total <= target).to(tl.int32), 0), tl.sum(kept.to(tl.int32), 0) - 1)
-    token = tl.load(order + b * K + tl.maximum(at, 0))
-    # NaN is the largest of all for topk, and the head's product makes NaN of all infinities
-    finite = (tl.abs(x) < float("inf")) | (j >= K)
-    bad = tl.sum(finite.to(tl.int32), 0) < BLOCK
-    tl.store(ids + b, tl.where(bad, -1, token))
-
-
 # ---- products ---------------------------------------------------------------------------------
 
 
 @triton.jit
-def input_tile(x, gain, n, k, B, K, squares, NORM: tl.constexpr, EVEN: tl.constexpr):
-    """Rows n of x, columns k; with NORM times the gain, and their squares are added up."""
+def input_tile(x, n, k, B, K, EVEN: tl.constexpr):
+    """Rows n of x, columns k."""
     mask = (n < B)[:, None]
     if not EVEN:
         mask = mask & (k < K)[None, :]
-    a = tl.load(x + n[:, None] * K + k[None, :], mask, 0.0)
-    if NORM:
-        wide = a.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-        g = tl.load(gain + k) if EVEN else tl.load(gain + k, k < K, 0.0)
-        a = (wide * g.to(tl.float32)[None, :]).to(a.dtype)
-    return a, squares
+    return tl.load(x + n[:, None] * K + k[None, :], mask, 0.0)
 
 
 @triton.jit
@@ -122,7 +98,7 @@ def weight_tile(w, e, k, exists, K, EVEN: tl.constexpr):
 
 
 @triton.jit
-def product_kernel(x, gain, w, residual, out, B, E, eps, K: tl.constexpr, NORM: tl.constexpr,
+def product_kernel(x, w, residual, out, B, E, eps, K: tl.constexpr, NORM: tl.constexpr,
                    GATED: tl.constexpr, RESIDUAL: tl.constexpr, CHECK: tl.constexpr,
                    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
                    EVEN: tl.constexpr):
@@ -134,7 +110,10 @@ def product_kernel(x, gain, w, residual, out, B, E, eps, K: tl.constexpr, NORM: 
     squares = tl.zeros((ROWS,), tl.float32)
     for k0 in tl.range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        a, squares = input_tile(x, gain, n, k, B, K, squares, NORM, EVEN)
+        a = input_tile(x, n, k, B, K, EVEN)
+        if NORM:
+            wide = a.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
         acc = tl.dot(a, tl.trans(weight_tile(w, e, k, e < E, K, EVEN)), acc)
         if GATED:
             up = tl.dot(a, tl.trans(weight_tile(w, E + e, k, e < E, K, EVEN)), up)
@@ -154,12 +133,12 @@ def product_kernel(x, gain, w, residual, out, B, E, eps, K: tl.constexpr, NORM: 
 
 
 @triton.jit
-def heads_kernel(x, gain, w, q_gain, k_gain, cos, sin, columns, q, keys, values, B, S, eps,
+def heads_kernel(x, w, q_gain, k_gain, cos, sin, columns, q, keys, values, B, S, eps,
                  K: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr,
                  BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
                  EVEN: tl.constexpr):
-    """One head: a query's goes to q (B, H, d), a key's or value's to the rows' columns of the
-    cache (B, S, Hkv, d)."""
+    """One head of some rows: a query's goes to q (B, H, d), a key's or value's to the rows' columns
+    of the cache (B, S, Hkv, d)."""
     d: tl.constexpr = 2 * HALF
     f = tl.program_id(0)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -168,7 +147,9 @@ def heads_kernel(x, gain, w, q_gain, k_gain, cos, sin, columns, q, keys, values,
     squares = tl.zeros((ROWS,), tl.float32)
     for k0 in tl.range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        a, squares = input_tile(x, gain, n, k, B, K, squares, True, EVEN)
+        a = input_tile(x, n, k, B, K, EVEN)
+        wide = a.to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
         first = tl.dot(a, tl.trans(weight_tile(w, f * d + m, k, m < HALF, K, EVEN)), first)
         second = tl.dot(a, tl.trans(weight_tile(w, f * d + HALF + m, k, m < HALF, K, EVEN)),
                         second)
@@ -283,38 +264,39 @@ def merge(part, part_lse2, out, stride, G: tl.constexpr, SPLITS: tl.constexpr, d
 
 def options(kind: str, B: int, K: int) -> tuple[int | None, int, dict]:
     """Features of a program, programs along the rows, and constants and launch options."""
-    rows, block_e, most, flight, warps = CONFIGS[kind]
-    rows = min(rows, max(16, triton.next_power_of_2(B)))
+    table = CONFIGS[kind]
+    rows = min((n for n in table if n >= B), default=max(table))
+    block_e, most, flight, warps = table[rows]
     block_k = max(64, min(most, K & -K))  # the largest power of two that divides K, if it can be
     return block_e, triton.cdiv(B, rows), dict(
         ROWS=rows, BLOCK_K=block_k, EVEN=K % block_k == 0, num_warps=warps,
         num_stages=1 + min(8, triton.cdiv(min(flight, K), block_k)))
 
 
-def product(x: Tensor, w: Tensor, gain: Tensor | None = None, residual: Tensor | None = None,
+def product(x: Tensor, w: Tensor, residual: Tensor | None = None, normed: bool = False,
             gated: bool = False, kind: str | None = None, eps: float = 1e-6) -> Tensor:
-    """x (B, K) @ w (E, K)^T -> (B, E). With `gain`, of the RMSNorm of x; `gated`, w (2 E, K)
-    gives silu(gate) * up."""
+    """x (B, K) @ w (E, K)^T -> (B, E). With `normed`, of the RMSNorm of x, whose gain is in w;
+    `gated`, w (2 E, K) gives silu(gate) * up."""
     (B, K), E = x.shape, w.size(0) // (2 if gated else 1)
     block_e, row_blocks, constants = options(kind or ("gated" if gated else "product"), B, K)
     out = x.new_empty(B, E)
     product_kernel[triton.cdiv(E, block_e), row_blocks](
-        x, gain, w, residual, out, B, E, eps, K=K, NORM=gain is not None, GATED=gated,
+        x, w, residual, out, B, E, eps, K=K, NORM=normed, GATED=gated,
         RESIDUAL=residual is not None, CHECK=kind == "logits", BLOCK_E=block_e, **constants)
     return out
 
 
-def heads(x: Tensor, gain: Tensor, w: Tensor, q_gain: Tensor, k_gain: Tensor | None, rows: Rows,
-          keys: Tensor, values: Tensor, eps: float = 1e-6) -> Tensor:
-    """Queries (B, H, d) of x (B, K); where w (F d, K) projects keys and values too, these are
-    written to the rows' columns of keys and values (B, S, Hkv, d)."""
+def heads(x: Tensor, w: Tensor, q_gain: Tensor, k_gain: Tensor | None, rows: Rows, keys: Tensor,
+          values: Tensor, eps: float = 1e-6) -> Tensor:
+    """Queries (B, H, d) of the norm of x (B, K), whose gain is in w; where w (F d, K) projects keys
+    and values too, these are written to the rows' columns of keys and values (B, S, Hkv, d)."""
     (B, K), (_, S, Hkv, d) = x.shape, keys.shape
     F = w.size(0) // d
     KV = 0 if k_gain is None else Hkv
     q = x.new_empty(B, F - 2 * KV, d)
     _, row_blocks, constants = options("heads", B, K)
     heads_kernel[F, row_blocks](
-        x, gain, w, q_gain, k_gain, rows.cos, rows.sin, rows.columns, q, keys, values, B, S, eps,
+        x, w, q_gain, k_gain, rows.cos, rows.sin, rows.columns, q, keys, values, B, S, eps,
         K=K, H=F - 2 * KV, KV=KV, HALF=d // 2, BLOCK=max(16, triton.next_power_of_2(d // 2)),
         **constants)
     return q
@@ -355,9 +337,27 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink, scratch: Scratc
     return out.view(B, H * d)
 
 
-def copies(*weights: Tensor) -> Tensor:
-    """The low-precision copies of `set_compute_copies`, neighbours in memory, as one matrix."""
-    return one_below_the_other([w.compute for w in weights])
+class Layer(NamedTuple):
+    """A block's weights for one token per row; the gains of the norms before them are in them."""
+
+    heads: Tensor  # (F d, D), of queries and, where it projects them itself, keys and values
+    q_norm: Tensor
+    k_norm: Tensor | None
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def folded(gain: Tensor, *weights: Tensor) -> Tensor:
+    """Matrices (E_i, D) below each other, times the gain (D,), as precise as their copies."""
+    return (torch.cat([w.detach() for w in weights]) * gain.detach()).to(weights[0].compute.dtype)
+
+
+def layer_of(block: Block) -> Layer:
+    own = (block.k_proj, block.v_proj) if block.own_kv else ()
+    return Layer(folded(block.attn_norm, block.q_proj, *own), block.q_norm, block.k_norm,
+                 block.o_proj.compute, folded(block.mlp_norm, block.gate_proj, block.up_proj),
+                 block.down_proj.compute)
 
 
 def serve(model: Decoder, h: Tensor) -> bool:
@@ -381,6 +381,8 @@ class Steps:
                                                         for _ in range(2)),
                          *(new(B, 1, d // 2, dtype=torch.float32) for _ in range(2)))
         self.scratch = Scratch(like, B, c.n_head, S)
+        self.layers = [layer_of(block) for block in model.blocks]
+        self.head = folded(model.norm, model.embed)
 
     def __call__(self, ids: Tensor, index: Tensor, start: Tensor, count: Tensor) -> Tensor:
         """`decoding.step` of tokens ids (B,) at columns index of documents that begin at start;
@@ -401,35 +403,18 @@ class Steps:
 
     def states(self) -> list[Tensor]:
         """`Decoder.states` of the tokens that were placed, h[0..L] (B, 1, D)."""
-        model, rows, x, h = self.model, self.rows, self.x, [self.x[:, None]]
-        for layer, block in enumerate(model.blocks):
-            j = layer % model.n_channels
+        rows, x, h = self.rows, self.x, [self.x[:, None]]
+        for i, layer in enumerate(self.layers):
+            j = i % self.model.n_channels
             k, v = self.cache.k[j], self.cache.v[j]
-            own = (block.k_proj, block.v_proj) if block.own_kv else ()
-            q = heads(x, block.attn_norm, copies(block.q_proj, *own), block.q_norm, block.k_norm,
-                      rows, k, v)
+            q = heads(x, layer.heads, layer.q_norm, layer.k_norm, rows, k, v)
             y = attention(q, k, v, rows, self.cache.sinks[j], self.scratch)
-            x = product(y, copies(block.o_proj), residual=x)
-            y = product(x, copies(block.gate_proj, block.up_proj), block.mlp_norm, gated=True)
-            x = product(y, copies(block.down_proj), residual=x)
+            x = product(y, layer.o, residual=x)
+            y = product(x, layer.gate_up, normed=True, gated=True)
+            x = product(y, layer.down, residual=x)
             h.append(x[:, None])
         return h
 
     def logits(self, h: Tensor) -> Tensor:
         """`Decoder.logits` of final states h (B, D), with NaN for infinities."""
-        return product(h, copies(self.model.embed), self.model.norm, kind="logits")
-
-
-def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float, top_k: int,
-           top_p: float) -> Tensor:
-    """`decoding.choose` of `Steps.logits` (B, V), among at most top_k ids, 1: the likeliest; by row
-    `count` (1,) of the numbers u (n, B)."""
-    B = len(logits)
-    if top_k == 1:
-        values, order = logits.max(-1, keepdim=True)
-    else:
-        values, order = logits.topk(min(top_k, logits.size(-1)))
-    ids = torch.empty_like(order[:, 0])
-    pick_kernel[B,](values, order, u, count, ids, B, temperature, top_p, K=order.size(1),
-                    BLOCK=triton.next_power_of_2(order.size(1)))
-    return ids
+        return product(h, self.head, normed=True, kind="logits")

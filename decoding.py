@@ -29,9 +29,10 @@ from solvers import (
 )
 
 try:  # the fast path; Triton comes with PyTorch's CUDA builds
+    import choose_kernels
     import decode_kernels
 except ImportError:
-    decode_kernels = None
+    choose_kernels = decode_kernels = None
 
 SOLVERS = ("cyclic", "jacobi", "autoregressive")
 # --exact ends at these relative residuals: about where rounding takes over
@@ -117,19 +118,17 @@ def choose(logits: Tensor, u: Tensor, temperature: float, top_k: int | None = No
     logits = logits.float()
     finite = logits.sum(-1).isfinite()
     if temperature < 1e-6:  # 0; and below this a division would overflow
-        ids = logits.argmax(-1)
-    else:
-        order, n_ids = None, logits.size(-1)
-        if top_k or top_p < 1:
-            logits, order = logits.topk(min(top_k or n_ids, n_ids))
-        probs = (logits / temperature).softmax(-1)
-        total = probs.cumsum(-1)
-        mass = total[:, -1]
+        return torch.where(finite, logits.argmax(-1), -1)
+    if top_k or top_p < 1:
+        likeliest = logits.topk(min(top_k or logits.size(-1), logits.size(-1))).values
+        least = likeliest[:, -1:]
         if top_p < 1:  # up to the token that completes it: the likeliest always stays
-            mass = torch.where(total - probs < top_p, total, 0).amax(-1)
-        ids = (total <= (u * mass)[:, None]).sum(-1)
-        if order is not None:
-            ids = order.gather(-1, ids[:, None])[:, 0]
+            probs = (likeliest / temperature).softmax(-1)
+            kept = probs.cumsum(-1) - probs < top_p
+            least = torch.where(kept, likeliest, torch.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    total = (logits / temperature).softmax(-1).cumsum(-1)
+    ids = (total <= u[:, None] * total[:, -1:]).sum(-1)
     return torch.where(finite, ids, -1)
 
 
@@ -145,14 +144,12 @@ class Choice:
 
     def __call__(self, logits: Tensor, n: Tensor) -> Tensor:
         """The n-th ids (B,), n (1,), from logits (B, V)."""
-        if decode_kernels is not None and is_fast(logits) and (self.temperature < 1e-6
-                                                               or self.top_k):
-            greedy = self.temperature < 1e-6
-            return decode_kernels.choose(logits[:, :self.n_ids], self.u, n,
-                                         1.0 if greedy else self.temperature,
-                                         1 if greedy else self.top_k, self.top_p)
+        logits = logits[:, :self.n_ids]
+        if choose_kernels is not None and is_fast(logits) and self.top_p == 1 \
+                and logits.dtype == torch.bfloat16:
+            return choose_kernels.choose(logits, self.u, n, self.temperature, self.top_k)
         u = self.u.index_select(0, n)[0]
-        return choose(logits[:, :self.n_ids], u, self.temperature, self.top_k, self.top_p)
+        return choose(logits, u, self.temperature, self.top_k, self.top_p)
 
 
 def draws(seed: int, n_tokens: int, n_rows: int) -> Tensor:

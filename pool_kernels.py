@@ -306,6 +306,8 @@ class Shape(NamedTuple):
         first = (self.L - 1) % self.P
         router = dict(FIRST=first, P=self.P, INPUTS=len(range(first, self.L, self.P)))
         tokens, elements, warps, stages, registers = CONFIGS[kernel]
+        if kernel == "mix":  # few tokens, as in decoding, are one for each multiprocessor
+            tokens = min(tokens, triton.cdiv(self.N, 132))
         options = dict(num_warps=warps, num_stages=stages)
         if registers:
             options.update(maxnreg=registers)

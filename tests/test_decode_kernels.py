@@ -8,6 +8,7 @@ from test_kernels import reference
 
 import attention
 import baselines
+import choose_kernels
 import decode_kernels
 import decoding
 import model as plain
@@ -33,20 +34,20 @@ def close(mine, theirs, tol=TOL):
 def small_blocks(monkeypatch):
     """Several programs and several steps of each loop."""
     monkeypatch.setattr(decode_kernels, "CONFIGS", {
-        "product": (16, 16, 64, 128, 4), "gated": (16, 16, 64, 128, 4),
-        "heads": (16, None, 64, 128, 4), "logits": (32, 32, 64, 64, 4)})
+        "product": {16: (16, 64, 128, 4)}, "gated": {16: (16, 64, 128, 4)},
+        "heads": {16: (None, 64, 128, 4)}, "logits": {16: (32, 64, 64, 4), 32: (32, 64, 64, 4)}})
     monkeypatch.setattr(decode_kernels, "ATTENTION", (16, 4, 2))
 
 
 @pytest.mark.parametrize("B, K, E", [(1, 128, 40), (3, 72, 24), (20, 64, 16)])
 def test_products(B, K, E):
-    x, w, w2, gain = randn(B, K), randn(E, K, seed=1), randn(2 * E, K, seed=2), randn(K, seed=3)
-    y = randn(B, E, seed=4)
-    normed = rms_norm(x.double(), gain.double())
+    x, w, w2, y = (randn(*shape, seed=i)
+                   for i, shape in enumerate([(B, K), (E, K), (2 * E, K), (B, E)]))
+    normed = rms_norm(x.double(), None)
     close(decode_kernels.product(x, w), x.double() @ w.double().T)
     close(decode_kernels.product(x, w, residual=y), y + x.double() @ w.double().T)
-    close(decode_kernels.product(x, w, gain, kind="logits"), normed @ w.double().T)
-    close(decode_kernels.product(x, w2, gain, gated=True), swiglu(normed @ w2.double().T))
+    close(decode_kernels.product(x, w, normed=True, kind="logits"), normed @ w.double().T)
+    close(decode_kernels.product(x, w2, normed=True, gated=True), swiglu(normed @ w2.double().T))
 
 
 def place(index, start):
@@ -59,13 +60,13 @@ def place(index, start):
 def test_heads(B, own):
     H, KV, d, K, S = 4, 2, 16, 72, 9
     F = H + 2 * KV * own
-    x, w, gain = randn(B, K), randn(F * d, K, seed=1), randn(K, seed=2)
+    x, w = randn(B, K), randn(F * d, K, seed=1)
     q_gain, k_gain = randn(d, seed=3), randn(d, seed=4)
     index = torch.arange(B, device=DEVICE)[:, None] % S
     rows = place(index, index // 2)
     cache = torch.zeros(2, B, S, KV, d, device=DEVICE)
-    q = decode_kernels.heads(x, gain, w, q_gain, k_gain if own else None, rows, *cache)
-    y = (rms_norm(x.double(), gain.double()) @ w.double().T).view(B, 1, F, d)
+    q = decode_kernels.heads(x, w, q_gain, k_gain if own else None, rows, *cache)
+    y = (rms_norm(x.double(), None) @ w.double().T).view(B, 1, F, d)
 
     def turned(t, g):
         return rotate(rms_norm(t, g.double()), rows.cos.double(), rows.sin.double())[:, 0]
@@ -105,31 +106,32 @@ def test_shares_of_the_keys():
     assert decode_kernels.splits_of(3, 100) == 1
 
 
-@pytest.mark.parametrize("how", [
-    dict(top_k=1), dict(top_k=6), dict(top_k=6, top_p=0.7), dict(top_k=6, top_p=1e-6),
-    dict(top_k=99, temperature=0.3)], ids=str)
+@pytest.mark.parametrize("how", [dict(temperature=0), dict(top_k=1), dict(top_k=6), dict(),
+                                 dict(top_k=99, temperature=0.3)], ids=str)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_choose_is_that_of_the_plain_path(how):
-    """The same ids by the same numbers; a row of logits that are not finite is marked."""
-    how = {"temperature": 0.8, "top_p": 1.0} | how
-    B, V = 12, 40
-    logits = randn(B, V)[:, :37]
-    u = torch.rand(3, B, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    u[2, 0] = 0
+def test_choose_is_that_of_the_plain_path(how, monkeypatch):
+    """The same ids by the same numbers, also where logits are equal; a row of logits that are not
+    finite is marked."""
+    monkeypatch.setattr(choose_kernels, "CHUNK", 16)
+    how = {"temperature": 0.8} | how
+    logits = (3 * randn(6, 40)).bfloat16()[:, :37]
+    logits[4:] = logits[4:].round() / 4
+    u = torch.rand(3, 6, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    u[2, 0], u[2, 1] = 0, 1 - 1e-6
     count = torch.tensor([2], device=DEVICE)
     plain = decoding.choose(logits, u[2], **how)
-    assert decode_kernels.choose(logits, u, count, **how).tolist() == plain.tolist()
-    logits[3, 5] = logits[4, 0] = torch.nan
-    logits[6, 1] = torch.inf
-    marked = decode_kernels.choose(logits, u, count, **how) == -1
-    assert marked.nonzero().flatten().tolist() == [3, 4, 6]
+    assert choose_kernels.choose(logits, u, count, **how).tolist() == plain.tolist()
+    logits[0, 5] = logits[2, 0] = torch.nan
+    logits[3, 1], logits[5, 36] = torch.inf, -torch.inf
+    marked = choose_kernels.choose(logits, u, count, **how) == -1
+    assert marked.nonzero().flatten().tolist() == [0, 2, 3, 5]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_infinite_logits_become_nan():
     x, w = torch.ones(2, 64, device=DEVICE), torch.ones(40, 64, device=DEVICE)
     w[3], w[7] = torch.inf, -torch.inf
-    y = decode_kernels.product(x, w, torch.ones(64, device=DEVICE), kind="logits")
+    y = decode_kernels.product(x, w, normed=True, kind="logits")
     assert y.isnan().any(0).nonzero().flatten().tolist() == [3, 7]
 
 
