@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -109,14 +110,20 @@ def random_model(config: ModelConfig, device: str, seed: int) -> Decoder:
     return model
 
 
+class Enough(Exception):
+    """The passes need not go on."""
+
+
 class PassLosses:
-    """Watches `model.states` during a cyclic solve and takes the loss after every pass.
+    """Watches `model.states` during a cyclic solve and takes the loss after every pass, which is
+    the last one if `enough` says so of its loss.
 
     Where the passes run a part of the stack, the layers above it run for every loss.
     """
 
-    def __init__(self, model: Decoder, targets: Tensor, n_groups: int):
-        self.model, self.targets = model, targets
+    def __init__(self, model: Decoder, targets: Tensor, n_groups: int,
+                 enough: Callable[[Tensor], bool] | None = None):
+        self.model, self.targets, self.enough = model, targets, enough
         self.n_groups = min(n_groups, targets.size(1))
         self.states, self.parts, self.losses = model.states, [], []
 
@@ -124,8 +131,9 @@ class PassLosses:
         self.model.states = self
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *_) -> bool:
         del self.model.states  # back to the method
+        return kind is Enough
 
     def __call__(self, x: Tensor, rows: Rows, cache: Cache, *layers: int) -> list[Tensor]:
         h = self.states(x, rows, cache, *layers)
@@ -138,6 +146,8 @@ class PassLosses:
             if layers:
                 final = self.states(final, self.rows, None, layers[1])[-1]
             self.losses.append(self.model.loss(final, self.targets))
+            if self.enough and self.enough(self.losses[-1]):
+                raise Enough
         return h
 
 
@@ -152,19 +162,32 @@ def perplexities(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups
     return (total / y.numel()).exp().tolist()
 
 
+def is_close(perplexity: float, exact: float) -> bool:
+    return abs(perplexity / exact - 1) <= CLOSE
+
+
 def passes_needed(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
-                  max_passes: int, exact: float) -> tuple[int | None, list[float]]:
+                  max_passes: int, exact: float,
+                  exact_of_first: float) -> tuple[int | None, list[float]]:
     """Smallest number of passes within 1 % of the exact perplexity (None: more than
-    max_passes), and the perplexity after each pass up to it."""
-    n = min(4, max_passes)
-    while True:
+    max_passes), and the perplexity after each pass up to it. The first batch, iterated until it is
+    as close to its own exact one, tells about how many these are."""
+    few, targets = x[:batch_size], y[:batch_size]
+    with PassLosses(model, targets, n_groups,
+                    lambda loss: is_close(loss.exp().item(), exact_of_first)) as watch:
+        cyclic(model, few, n_groups, max_passes, 0, keep_cache=False, measure=False)
+    n, ppl = len(watch.losses), [loss.exp().item() for loss in watch.losses]
+    if len(few) < len(x):
+        n = min(n + n // 8 + 1, max_passes)
         ppl = perplexities(model, x, y, batch_size, n_groups, n)
+    while True:
         for t, p in enumerate(ppl):
-            if abs(p / exact - 1) <= CLOSE:
+            if is_close(p, exact):
                 return t + 1, ppl[:t + 1]
         if n == max_passes:
             return None, ppl
-        n = min(2 * n, max_passes)  # from the start again: the sum stays below four times n
+        n = min(2 * n, max_passes)
+        ppl = perplexities(model, x, y, batch_size, n_groups, n)
 
 
 @dataclass
@@ -239,12 +262,13 @@ def prefill_command(argv: list[str]):
 def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, timed: Timer) -> dict:
     """Passes, perplexities, times and residuals of groups from 1 to T."""
     T = x.size(1)
-    exact = perplexities(model, x, y, c.batch_size, T, 1)[0]
+    exact, exact_of_first = (perplexities(model, x[:n], y[:n], c.batch_size, T, 1)[0]
+                             for n in (len(x), c.batch_size))
     schedules, limit = [], min(c.max_passes, T)
     print("     g  passes  perplexity  off by   s/sequence     tokens/s")
     for g in [2 ** i for i in range(7) if 2 ** i < T] + [T]:
         n, ppl = (1, [exact]) if g == T else passes_needed(model, x, y, c.batch_size, g, limit,
-                                                           exact)
+                                                           exact, exact_of_first)
         solver = {1: "jacobi", T: "autoregressive"}.get(g, "cyclic")
         result = {"g": g, "solver": solver, "passes": n, "perplexities": ppl}
         if n is not None:

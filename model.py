@@ -432,7 +432,7 @@ class Decoder(nn.Module):
 class _CrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of the logits a @ w^T, a (N, D), w (V, D), without ever holding them all.
 
-    The gradient is computed along the way, while a chunk's logits are there.
+    The gradient, if it is asked for, is computed along the way, while a chunk's logits are there.
     """
 
     CHUNK = 4096  # tokens; their logits in bfloat16 are 0.4 GB for 50,304 ids
@@ -448,11 +448,14 @@ class _CrossEntropy(torch.autograd.Function):
         for i in range(0, len(a), _CrossEntropy.CHUNK):
             chunk = slice(i, i + _CrossEntropy.CHUNK)
             a_ = a[chunk].to(w_.dtype)
-            nll, dlogits = cross_entropy_and_gradient(a_ @ w_.mT, targets[chunk], count)
+            logits = a_ @ w_.mT
+            if not needed:
+                total += cross_entropy(logits, targets[chunk])
+                continue
+            nll, dlogits = cross_entropy_and_gradient(logits, targets[chunk], count)
             total += nll
-            if needed:
-                da[chunk] = dlogits @ w_
-                add_product(dw, dlogits.mT, a_)
+            da[chunk] = dlogits @ w_
+            add_product(dw, dlogits.mT, a_)
         ctx.save_for_backward(da, dw)
         return total / count
 
@@ -460,6 +463,11 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, d):
         da, dw = ctx.saved_tensors
         return da * d.to(da.dtype), dw * d, None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the losses of logits (n, V); targets of -1 do not count."""
+    return F.cross_entropy(upcast(logits), targets, ignore_index=-1, reduction="sum")
 
 
 def cross_entropy_and_gradient(logits: Tensor, targets: Tensor, count: Tensor):

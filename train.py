@@ -556,7 +556,8 @@ class Trainer:
 
 
 # what lies between matrix products and attention: each becomes one or two kernels
-PIECES = {model_module: ("rms_norm", "norm_rotate", "swiglu", "cross_entropy_and_gradient"),
+PIECES = {model_module: ("rms_norm", "norm_rotate", "swiglu", "cross_entropy",
+                         "cross_entropy_and_gradient"),
           pool_module: ("rms_norm", "norm_rotate", "scale"),
           baselines: ("rms_norm", "norm_rotate", "scale", "mix_two", "merge_own", "own_gradients")}
 

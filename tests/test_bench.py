@@ -160,11 +160,31 @@ def test_passes_that_do_not_suffice():
     model = build(ModelConfig(**TINY))
     x = torch.randint(64, (1, 8))
     with torch.no_grad():
-        n, ppl = convergence.passes_needed(model, x, x, 1, 1, 5, exact=1e9)
+        n, ppl = convergence.passes_needed(model, x, x, 1, 1, 5, exact=1e9, exact_of_first=1e9)
     assert n is None and len(ppl) == 5
+    assert "states" not in vars(model)
     result = {"g": 1, "solver": "jacobi", "passes": n, "perplexities": ppl}
     row = convergence.schedule_line(result, 1., 5)
     assert ">5" in row
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("after", [3, 6])
+def test_passes_end_when_they_suffice(rows, after):
+    """In one batch and in three, of which the first one may be too hopeful."""
+    torch.manual_seed(0)
+    model = build(ModelConfig(**TINY)).double()
+    x = torch.randint(64, (rows, 12))
+    y = x.roll(-1, 1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(20)  # far from converged after a pass
+        ppl = convergence.perplexities(model, x, y, 2, 1, 12)
+        first = convergence.perplexities(model, x[:2], y[:2], 2, 1, 12)
+        expected = next(t for t, p in enumerate(ppl, 1) if convergence.is_close(p, ppl[after - 1]))
+        n, mine = convergence.passes_needed(model, x, y, 2, 1, 12, ppl[after - 1], first[2])
+    assert n == expected and mine == pytest.approx(ppl[:n])
 
 
 def test_given_schedules(tmp_path, capsys):
