@@ -21,7 +21,7 @@ heads, G = H / Hkv, d head size, E = Hkv d, C channels, p router stride. h[0..L]
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -29,6 +29,7 @@ from torch import Tensor
 
 import attention
 from attention import Cache, Rows, is_fast
+from configurator import UserError
 from model import Block, Decoder, ModelConfig, compute_dtype, linear, norm_rotate, rms_norm
 from model import rotary_tables as rotary
 from pool import Branch, WhiteMatter, initial_sources, scale
@@ -145,6 +146,18 @@ def named(name: str, n_layer: int) -> dict:
         return dict(kv=name, n_channels=n_layer)
     raise ValueError("no system; choose vanilla, k16 (or another number of channels), static16, "
                      "lckv4 (or another w), nofeedback, feedback, recurrent, fusedkv, fusedkv_lite")
+
+
+def named_configs(systems: str, sizes):
+    """Copies of a config, ModelConfig or any with its names, by the short names of systems with
+    commas between. Raises UserError for a name that is no system's, or settings that do not fit."""
+    configs = {}
+    for name in systems.split(","):
+        try:
+            configs[name] = replace(sizes, **named(name, sizes.n_layer))
+        except ValueError as error:
+            raise UserError(f"systems={systems}, {name}: {error}") from None
+    return configs
 
 
 # ---- models

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 import train
-from baselines import named, plan
-from configurator import UserError, key, parse, run, run_command
+from baselines import named, named_configs, plan
+from configurator import key, parse, run, run_command
 from convergence import prefill_command, random_model
 from decoding import Choice, Decoding, draws, ready
 from flops import MODES, count_flops, flops_per_token, peak_flops
@@ -149,14 +149,9 @@ class SystemsConfig:
     def models(self) -> dict[str, ModelConfig]:
         """The configs by name. Raises UserError for a name that is no system's."""
         names = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(self)}
-        sizes = {name: getattr(self, name) for name in names} | {"eos_id": self.vocab_size - 1}
-        models = {}
-        for name in self.systems.split(","):
-            try:
-                models[name] = ModelConfig(**sizes | named(name, self.n_layer))
-            except ValueError as error:
-                raise UserError(f"systems={self.systems}, {name}: {error}") from None
-        return models
+        sizes = {name: getattr(self, name) for name in names}
+        return named_configs(self.systems, ModelConfig(
+            **sizes, eos_id=self.vocab_size - 1, n_channels=self.n_layer))
 
 
 # ---- train: a micro-step, the optimizers, the loss
@@ -428,11 +423,8 @@ class ComparisonConfig:
         c = parse(train.TrainConfig(), [self.config], "")
         c = replace(c, max_iters=self.max_iters, eval_interval=self.max_iters, device=self.device,
                     seed=self.seed)
-        try:
-            return {name: replace(c, out_dir=f"{self.out_dir}/{name}", **named(name, c.n_layer))
-                    for name in self.systems.split(",")}
-        except ValueError as error:
-            raise UserError(f"systems={self.systems}: {error}") from None
+        return {name: replace(config, out_dir=f"{self.out_dir}/{name}")
+                for name, config in named_configs(self.systems, c).items()}
 
 
 class Quiet(train.Processes):

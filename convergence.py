@@ -19,7 +19,7 @@ from torch import Tensor
 
 import train
 from attention import Cache, Rows
-from baselines import named
+from baselines import named_configs
 from configurator import UserError, key, parse
 from decoding import fast_steps, move_on, prefill, ready, record
 from flops import flops_per_token, store_flops
@@ -304,19 +304,13 @@ def time_schedules(schedules: list[Schedule], timed: Timer, config: ModelConfig,
 def time_systems(c: PrefillConfig, device: str, dtype: torch.dtype, compiled: bool):
     """Times of the paper's prefill of several systems; the first is what others are compared to."""
     sizes, T = random_sizes(c)
-    configs = {}
-    for name in c.systems.split(","):
-        try:
-            configs[name] = replace(sizes, **named(name, sizes.n_layer))
-        except ValueError as error:
-            raise UserError(f"systems={c.systems}, {name}: {error}") from None
     graph = device.startswith("cuda") and c.graph
     print(f"random weights and tokens: L={sizes.n_layer}, D={sizes.n_embd}, T={T}, batch "
           f"{c.batch_size}; {machine(device, dtype)}, {'' if compiled else 'not '}compiled, "
           f"{'CUDA graph' if graph else 'eager'}\n\n{'':12s} {'schedule':>15s} "
           f"{'GFLOP/token':>11s} {'ms/sequence':>11s} {'tokens/s':>10s} {'first s':>8s} {'x':>6s}")
     results = {}
-    for name, config in configs.items():
+    for name, config in named_configs(c.systems, sizes).items():
         x, _ = random_tokens(replace(c, rows=c.batch_size), config, T, device)
         model = ready(random_model(config, device, c.seed).eval(), dtype)
         schedule = Schedule("one pass", 1, 1)

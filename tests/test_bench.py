@@ -387,7 +387,7 @@ def test_systems_command(tmp_path, monkeypatch, capsys):
     (["prefill", "--random=huge"], "random=huge: choose tiny or paper"),
     (["train", "--systems=vanilla,16"], "16: no system; choose vanilla, k16"),
     (["decode", "--systems=k17"], "k17: n_channels=17"),
-    (["systems", "--systems=vanilla,lckv"], "systems=vanilla,lckv: no system"),
+    (["systems", "--systems=vanilla,lckv"], "systems=vanilla,lckv, lckv: no system"),
     (["systems", "--max_iters=0"], "max_iters=0: at least 1"),
     (["prefill", "--systems=lckv3"], "lckv3: lckv_w=3: 0 to n_layer-2=2"),
     (["prefill", "--systems=k2", "--out_dir=x"], "without out_dir"),
