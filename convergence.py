@@ -21,7 +21,7 @@ import train
 from attention import Cache, Rows
 from baselines import named_configs
 from configurator import UserError, key, parse
-from decoding import fast_steps, move_on, prefill, ready, record
+from decoding import Schedule, fast_steps, move_on, ready, record
 from flops import flops_per_token, store_flops
 from model import Decoder, ModelConfig
 from pool import build
@@ -190,32 +190,25 @@ def passes_needed(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_group
         ppl = perplexities(model, x, y, batch_size, n_groups, n)
 
 
-@dataclass
-class Schedule:
-    """A way to prefill; `passes` None: as many as it needs."""
+def schedule_named(text: str, T: int) -> Schedule:
+    """jacobi:PASSES, cyclicGROUPS:PASSES or autoregressive, on T tokens."""
+    match = re.fullmatch("(jacobi|cyclic([0-9]+)):([0-9]+)|(autoregressive)", text)
+    if not match or "0" in match.groups():
+        raise UserError(f"schedules: {text!r} is none of jacobi:PASSES, cyclicGROUPS:PASSES "
+                        "and autoregressive")
+    if match[4]:
+        return Schedule("autoregressive", 1, T)
+    return Schedule("cyclic" if match[2] else "jacobi", int(match[3]), int(match[2] or 1))
 
-    solver: str
-    n_groups: int
-    passes: int | None
 
-    @classmethod
-    def parse(cls, text: str, T: int) -> Schedule:
-        match = re.fullmatch("(jacobi|cyclic([0-9]+)):([0-9]+)|(autoregressive)", text)
-        if not match or "0" in match.groups():
-            raise UserError(f"schedules: {text!r} is none of jacobi:PASSES, cyclicGROUPS:PASSES "
-                            "and autoregressive")
-        if match[4]:
-            return cls("autoregressive", T, 1)
-        return cls("cyclic" if match[2] else "jacobi", int(match[2] or 1), int(match[3]))
+def short_name(s: Schedule) -> str:
+    return f"cyclic{s.n_groups}" if s.solver == "cyclic" else s.solver
 
-    @property
-    def name(self) -> str:
-        return f"cyclic{self.n_groups}" if self.solver == "cyclic" else self.solver
 
-    def flops(self, config: ModelConfig, T: int) -> float:
-        """FLOP per token without the head; token by token, as decoding, on T / 2 keys."""
-        total = flops_per_token(config, T, "prefill", passes=self.passes)
-        return total - (self.solver == "autoregressive") * store_flops(config)[0]
+def schedule_flops(s: Schedule, config: ModelConfig, T: int) -> float:
+    """FLOP per token without the head; token by token, as decoding, on T / 2 keys."""
+    total = flops_per_token(config, T, "prefill", passes=s.passes)
+    return total - (s.solver == "autoregressive") * store_flops(config)[0]
 
 
 @torch.no_grad()
@@ -239,7 +232,7 @@ def prefill_command(argv: list[str]):
         return time_systems(c, device, dtype, compiled)
     model, x, y = load(c, device)
     T = x.size(1)
-    given = c.schedules and [Schedule.parse(text, T) for text in c.schedules.split(",")]
+    given = c.schedules and [schedule_named(text, T) for text in c.schedules.split(",")]
     what = "times only" if given else f"perplexity of {len(x)} rows in float32"
     print(f"{c.out_dir or 'random weights and tokens'}: L={model.config.n_layer}, "
           f"D={model.config.n_embd}, k={model.config.n_channels}, T={T}; {what}\n"
@@ -272,7 +265,7 @@ def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, timed: Timer) 
         solver = {1: "jacobi", T: "autoregressive"}.get(g, "cyclic")
         result = {"g": g, "solver": solver, "passes": n, "perplexities": ppl}
         if n is not None:
-            result |= timed(Schedule(solver, g, n))
+            result |= timed(Schedule(solver, n, g))
         schedules.append(result)
         print(schedule_line(result, exact, limit), flush=True)
     table = residuals(model, x[:c.batch_size], [g for g in RESIDUALS_OF if g < T],
@@ -285,8 +278,8 @@ def time_schedules(schedules: list[Schedule], timed: Timer, config: ModelConfig,
     """Times of given schedules, and what each takes of the last cyclic one."""
     rows = []
     for s in schedules:
-        flops = s.flops(config, T)
-        rows.append({"schedule": s.name, **asdict(s), "flops_per_token": flops, **timed(s)})
+        flops = schedule_flops(s, config, T)
+        rows.append({"schedule": short_name(s), **asdict(s), "flops_per_token": flops, **timed(s)})
     base = next((r for r in reversed(rows) if r["solver"] == "cyclic"), rows[-1])
     print(f"{'':15s} {'passes':>6s} {'GFLOP/token':>11s} {'ms/sequence':>11s} {'tokens/s':>10s} "
           f"{'first s':>8s} {'x':>6s} {'paper':>6s}   (x: over {base['schedule']})")
@@ -317,12 +310,12 @@ def time_systems(c: PrefillConfig, device: str, dtype: torch.dtype, compiled: bo
         if model.iterates:
             how = evaluation_schedule(config)
             schedule = Schedule("jacobi" if how["n_groups"] == 1 else "cyclic", **how)
-        flops = schedule.flops(config, T)
-        r = results[name] = {"schedule": schedule.name, **asdict(schedule),
+        flops = schedule_flops(schedule, config, T)
+        r = results[name] = {"schedule": short_name(schedule), **asdict(schedule),
                              "flops_per_token": flops, **Timer(c, model, x, device)(schedule)}
         seconds = r["seconds_per_sequence"]
         r["ratio"] = seconds / next(iter(results.values()))["seconds_per_sequence"]
-        text = schedule.name if not model.iterates else f"{schedule.name}:{schedule.passes}"
+        text = short_name(schedule) + (f":{schedule.passes}" if model.iterates else "")
         print(f"{name:12s} {text:>15s} {flops / 1e9:11.3f} {1e3 * seconds:11.3f} "
               f"{r['tokens_per_second']:10,.0f} {r['first_seconds']:8.1f} {r['ratio']:6.2f}",
               flush=True)
@@ -394,8 +387,7 @@ class Prefill:
             self.graph = record(self.run)
 
     def run(self):
-        s = self.schedule
-        prefill(self.model, self.idx, s.solver, s.passes, s.n_groups)
+        self.schedule(self.model, self.idx, keep_cache=True)
 
     def prepare_steps(self):
         B, self.steps = self.idx.shape

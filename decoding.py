@@ -26,6 +26,7 @@ from solvers import (
     evaluation_schedule,
     jacobi,
     one_pass,
+    solve,
 )
 
 try:  # the fast path; Triton comes with PyTorch's CUDA builds
@@ -70,6 +71,30 @@ def prefill(model: Decoder, idx: Tensor, solver: str = "cyclic", passes: int | N
     if solver == "jacobi":
         return jacobi(model, idx, **limits)
     return cyclic(model, idx, n_groups, **limits)
+
+
+@dataclass
+class Schedule:
+    """How the states of a batch are found."""
+
+    solver: str  # one pass, cyclic, jacobi or autoregressive; training: as solvers.solve does
+    passes: int = 1
+    n_groups: int = 1
+    tol: float | None = None
+
+    def __call__(self, model: Decoder, idx: Tensor, keep_cache: bool = False) -> Solution:
+        if self.solver == "training":
+            return solve(model, idx, keep_cache=keep_cache)
+        return prefill(model, idx, self.solver, self.passes, self.n_groups, self.tol, keep_cache)
+
+    def __str__(self):
+        if self.solver in ("one pass", "autoregressive"):
+            return {"autoregressive": "token by token"}.get(self.solver, self.solver)
+        groups = "" if self.solver == "jacobi" else f", g={self.n_groups}"
+        passes = "until converged" if self.tol is not None else \
+            f"{self.passes} pass{'es' * (self.passes != 1)}"
+        solver = "as in training" if self.solver == "training" else self.solver
+        return f"{solver}{groups}, {passes}"
 
 
 def step(model: Decoder, cache: Cache, token: Tensor, index: Tensor, start: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from configurator import UserError, key, parse
-from decoding import SOLVERS, generate, ready
-from evaluate import Schedule, schedule_of
+from decoding import SOLVERS, Schedule, generate, ready
+from evaluate import schedule_of
 from model import Decoder, upcast
 from timing import check, device_name, machine, write_json
 from tokenizer import Tokenizer, get_tokenizer

@@ -32,9 +32,9 @@ from torch import Tensor
 from configurator import UserError, key, parse, run, run_command
 from convergence import CLOSE, PassLosses
 from dataset import load_meta, open_tokens, to_device
-from decoding import SOLVERS, TOLERANCE, prefill, ready, record
+from decoding import SOLVERS, TOLERANCE, Schedule, ready, record
 from model import Decoder
-from solvers import Report, Solution, solve
+from solvers import Report
 from timing import check, device_name, machine, write_json
 from train import compile_pieces, load_model, pick_device, pick_dtype
 
@@ -43,31 +43,6 @@ REFERENCE = (16, 32)  # groups and passes that stand in for decoding there
 
 
 # ---- schedules
-
-@dataclass
-class Schedule:
-    """How the states of a batch are found."""
-
-    solver: str  # one pass, cyclic, jacobi or autoregressive; training: as solvers.solve does
-    passes: int = 1
-    n_groups: int = 1
-    tol: float | None = None
-
-    def __call__(self, model: Decoder, idx: Tensor) -> Solution:
-        if self.solver == "training":
-            return solve(model, idx)
-        return prefill(model, idx, self.solver, self.passes, self.n_groups, self.tol,
-                       keep_cache=False)
-
-    def __str__(self):
-        if self.solver in ("one pass", "autoregressive"):
-            return {"autoregressive": "token by token"}.get(self.solver, self.solver)
-        groups = "" if self.solver == "jacobi" else f", g={self.n_groups}"
-        passes = "until converged" if self.tol is not None else \
-            f"{self.passes} pass{'es' * (self.passes != 1)}"
-        solver = "as in training" if self.solver == "training" else self.solver
-        return f"{solver}{groups}, {passes}"
-
 
 def schedule_of(c, model: Decoder, dtype: torch.dtype) -> Schedule:
     """What the settings solver, passes, n_groups, tol and exact mean for this model.

@@ -24,8 +24,8 @@ from torch import Tensor
 from baselines import Plan, named, plan
 from configurator import UserError, key, parse, run
 from dataset import load_meta
-from decoding import TOLERANCE
-from evaluate import Schedule, Windows
+from decoding import TOLERANCE, Schedule
+from evaluate import Windows
 from model import Decoder, ModelConfig, rms_norm
 from pool import scale
 from sample import read_text

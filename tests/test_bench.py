@@ -16,6 +16,7 @@ from configurator import UserError, run
 from flops import MODES, count_flops, flops_per_token
 from model import ModelConfig
 from pool import build
+from solvers import autoregressive
 from train import save_checkpoint
 
 TINY = dict(vocab_size=64, n_layer=3, n_embd=16, n_head=4, n_kv_head=2, head_dim=6, n_hidden=24,
@@ -223,8 +224,9 @@ def test_prefill_of_systems(tmp_path):
 @pytest.mark.parametrize("text, passes, groups", (
     ("jacobi:75", 75, 1), ("cyclic16:4", 4, 16), ("autoregressive", 1, 99)))
 def test_schedules_by_name(text, passes, groups):
-    s = convergence.Schedule.parse(text, 99)
-    assert (s.passes, s.n_groups) == (passes, groups) and s.name == text.split(":")[0]
+    s = convergence.schedule_named(text, 99)
+    assert (s.passes, s.n_groups) == (passes, groups)
+    assert convergence.short_name(s) == text.split(":")[0]
 
 
 @pytest.mark.parametrize("solver", ("autoregressive", "cyclic"))
@@ -234,7 +236,7 @@ def test_timed_prefill_by_steps_is_the_real_one(solver):
     torch.manual_seed(0)
     model = build(ModelConfig(**TINY, eos_id=0)).double()
     idx = torch.randint(64, (3, 9)) * (torch.rand(3, 9) > 0.2)
-    run_once = convergence.Prefill(model, idx, convergence.Schedule(solver, 3, 2), graph=False)
+    run_once = convergence.Prefill(model, idx, convergence.Schedule(solver, 2, 3), graph=False)
     run_once()
     if solver == "autoregressive":
         run_once.prepare_steps()
@@ -242,7 +244,7 @@ def test_timed_prefill_by_steps_is_the_real_one(solver):
             run_once.rewind()
             for _ in range(9):
                 run_once.step()
-        exact = convergence.prefill(model, idx, "autoregressive").cache
+        exact = autoregressive(model, idx, keep_cache=True).cache
         for mine, theirs in ((run_once.cache.k, exact.k), (run_once.cache.v, exact.v)):
             assert (mine - theirs).abs().max() < 1e-10
 

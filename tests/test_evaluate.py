@@ -19,11 +19,11 @@ import downstream
 import evaluate
 import model as model_module
 from configurator import UserError, run
+from decoding import Schedule
 from downstream import Scorer, pieces
 from evaluate import (
     Graph,
     Losses,
-    Schedule,
     Windows,
     first_within,
     mean_losses,

@@ -14,7 +14,7 @@ import bench
 import pictures
 from baselines import named, plan
 from configurator import UserError, run
-from evaluate import Schedule
+from decoding import Schedule
 from model import ModelConfig
 from pictures import Connectome, Curve, CurvesConfig
 from solvers import cyclic
