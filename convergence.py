@@ -255,8 +255,10 @@ def prefill_command(argv: list[str]):
 def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, timed: Timer) -> dict:
     """Passes, perplexities, times and residuals of groups from 1 to T."""
     T = x.size(1)
-    exact, exact_of_first = (perplexities(model, x[:n], y[:n], c.batch_size, T, 1)[0]
-                             for n in (len(x), c.batch_size))
+    exact = exact_of_first = perplexities(model, x, y, c.batch_size, T, 1)[0]
+    if len(x) > c.batch_size:
+        few = slice(c.batch_size)
+        exact_of_first = perplexities(model, x[few], y[few], c.batch_size, T, 1)[0]
     schedules, limit = [], min(c.max_passes, T)
     print("     g  passes  perplexity  off by   s/sequence     tokens/s")
     for g in [2 ** i for i in range(7) if 2 ** i < T] + [T]:
