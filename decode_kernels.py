@@ -47,8 +47,6 @@ CONFIGS = {
     "logits": {16: (128, 64, 256, 4), 64: (128, 64, 256, 4)},
 }
 ATTENTION = (64, 4, 3)  # keys at a time, warps, stages
-# of attention: about three for each of 132 multiprocessors; of 64 rows of 3 heads, two for each
-PROGRAMS = 384
 
 
 # ---- before and after the stack ---------------------------------------------------------------
@@ -307,16 +305,10 @@ class Scratch:
 
     def __init__(self, cache: Tensor, B: int, H: int, S: int):
         Hkv, d = cache.shape[-2:]
-        self.splits = splits_of(B * Hkv, S)
+        self.splits = kernels.splits_of(B * Hkv, S)
         self.part = cache.new_empty(self.splits, B, H, d, dtype=torch.float32)
         self.lse2 = cache.new_empty(self.splits, B, H, dtype=torch.float32)
         self.done = cache.new_zeros(B * Hkv, dtype=torch.int32)
-
-
-def splits_of(heads: int, S: int) -> int:
-    """Programs that share the keys of one of so many heads; never more than one for 128 keys."""
-    return min(triton.next_power_of_2(triton.cdiv(PROGRAMS, heads)),
-               triton.next_power_of_2(triton.cdiv(S, 128)), 64)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink, scratch: Scratch) -> Tensor:

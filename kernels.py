@@ -29,6 +29,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = 1.4426950408889634
+# that share the keys in decoding: about three for each of 132 multiprocessors; of 64 rows of 3
+# heads, two for each head
+DECODE_PROGRAMS = 384
 
 # (BLOCK_M, BLOCK_N, warps, stages, edges[, registers]) by kernel and head size; an entry serves
 # the sizes up to its own. "group": fewer queries than keys, so most tiles touch an edge of the
@@ -496,6 +499,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
+        """dq, dk, dv and the sink's."""
         q, k, v, out, lse2, start, stop, sink_k, sink_v = ctx.saved_tensors
         dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         dsink, d_sink = None, (None, None)
@@ -514,6 +518,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
     return Attention.apply(q, k, v, start, stop, sink_k, sink_v)
 
 
+def splits_of(heads: int, S: int) -> int:
+    """Programs that share the S keys of one of so many key-value heads, by the shapes alone: what
+    each reads, the device decides. Never more than one for 128 keys."""
+    return min(triton.next_power_of_2(triton.cdiv(DECODE_PROGRAMS, heads)),
+               triton.next_power_of_2(triton.cdiv(S, 128)), 64)
+
+
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
                      sink_k: Tensor | None = None, sink_v: Tensor | None = None) -> Tensor:
     """The same for a few queries and no gradients: programs share the keys (flash-decoding)."""
@@ -523,12 +534,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tenso
 def decode_forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
                    sink_k: Tensor | None = None,
                    sink_v: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse2 of `decode_attention`.
-
-    The number of shares follows from the shapes alone, about three programs for each of 132
-    multiprocessors and never more than one for 128 keys; what each reads, the device decides.
-    """
+    """out and lse2 of `decode_attention`."""
     B, (S, Hkv) = q.size(0), k.shape[1:3]
-    splits = min(triton.next_power_of_2(triton.cdiv(384, B * Hkv)),
-                 triton.next_power_of_2(triton.cdiv(S, 128)), 64)
-    return attention_forward(q, k, v, start, stop, sink_k, sink_v, "decode", splits)
+    return attention_forward(q, k, v, start, stop, sink_k, sink_v, "decode",
+                             splits_of(B * Hkv, S))

@@ -11,6 +11,7 @@ import baselines
 import choose_kernels
 import decode_kernels
 import decoding
+import kernels
 import model as plain
 import pool
 import train
@@ -102,8 +103,8 @@ def test_attention(splits, d, sink):
 
 
 def test_shares_of_the_keys():
-    assert [decode_kernels.splits_of(3 * B, 2048) for B in (1, 8, 64, 512)] == [16, 16, 2, 1]
-    assert decode_kernels.splits_of(3, 100) == 1
+    assert [kernels.splits_of(3 * B, 2048) for B in (1, 8, 64, 512)] == [16, 16, 2, 1]
+    assert kernels.splits_of(3, 100) == 1
 
 
 @pytest.mark.parametrize("how", [dict(temperature=0), dict(top_k=1), dict(top_k=6), dict(),
