@@ -49,6 +49,7 @@ CONFIGS = {
     "radial": (4, None, 4, 1, None),
     "states": (528, 1024, 4, 3, None),
 }
+MULTIPROCESSORS = 132  # of a Hopper GPU
 
 
 # ---- pieces -----------------------------------------------------------------------------------
@@ -307,7 +308,7 @@ class Shape(NamedTuple):
         router = dict(FIRST=first, P=self.P, INPUTS=len(range(first, self.L, self.P)))
         tokens, elements, warps, stages, registers = CONFIGS[kernel]
         if kernel == "mix":  # few tokens, as in decoding, are one for each multiprocessor
-            tokens = min(tokens, triton.cdiv(self.N, 132))
+            tokens = min(tokens, triton.cdiv(self.N, MULTIPROCESSORS))
         options = dict(num_warps=warps, num_stages=stages)
         if registers:
             options.update(maxnreg=registers)
@@ -465,6 +466,7 @@ class Evaluate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        """The states' gradients; the weights' are added up in `folded`."""
         f, (*states, out, x, alpha, rstd, scale) = ctx.folded, ctx.saved_tensors
         s = Shape(len(states), out.size(-1), out.size(1), len(dy[0]), f.stride)
         dgain, dbias, dproj, drouter = f.add_up(gain_rows(s))

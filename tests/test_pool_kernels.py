@@ -23,6 +23,7 @@ CASES = {
 def tiles(request, monkeypatch):
     """Tiles of some or of all columns, programs of two tokens, fewer programs than tokens."""
     elements = 256 if request.param == "blocks" else 8192
+    monkeypatch.setattr(pool_kernels, "MULTIPROCESSORS", 1)
     monkeypatch.setattr(pool_kernels, "CONFIGS", {
         name: (2, elements, 4, 1, None) for name in pool_kernels.CONFIGS})
 
