@@ -262,6 +262,7 @@ class _WriteProjected(torch.autograd.Function):
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, link, q, tape, channel, rows, sink):
+        """`attend`, and a new link."""
         ctx.set_materialize_grads(False)
         ctx.tape, ctx.channel, ctx.rows, ctx.sink = tape, channel, rows, sink
         ctx.n, tape.untouched = len(tape.undo), False
@@ -275,6 +276,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_link):
+        """dq; the gradients of keys, values and sink are added to the tape's."""
         tape, j, rows = ctx.tape, ctx.channel, ctx.rows
         if d_out is None:  # nobody read it: the last block, in a pass before the last
             return d_link, *(None,) * 5

@@ -507,6 +507,7 @@ class _ReadWithOwn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_link):
+        """dq and the own key's and value's; those of the cache are added to the tape's."""
         if d_out is None:  # nobody read it
             return d_link, *(None,) * 6
         tape, j, rows = ctx.tape, ctx.channel, ctx.rows

@@ -83,6 +83,7 @@ class Schedule:
     tol: float | None = None
 
     def __call__(self, model: Decoder, idx: Tensor, keep_cache: bool = False) -> Solution:
+        """States, and the cache if it is to be kept, of tokens idx (B, T)."""
         if self.solver == "training":
             return solve(model, idx, keep_cache=keep_cache)
         return prefill(model, idx, self.solver, self.passes, self.n_groups, self.tol, keep_cache)

@@ -439,6 +439,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a, w, targets, recording):
+        """The loss; `recording`: is autograd on? The caller says so, as in here it never is."""
         w_ = getattr(w, "compute", w).detach()
         count = (targets != -1).sum().clamp(min=1)
         total = torch.zeros((), dtype=upcast(a[:0]).dtype, device=a.device)

@@ -102,6 +102,7 @@ def total_of(gain: Tensor, partial: Tensor) -> Tensor | None:
 class AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, gain, eps):
+        """x + y, its norm, and x + y again, all (..., D)."""
         D = x.size(-1)
         N = x.numel() // D
         x, y = x.contiguous(), y.contiguous()
@@ -117,6 +118,7 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dtotal, dnormed, dstate):
+        """The same gradient for x and y, and the gain's unless it is collected on the side."""
         if dnormed is None:  # in a pass before the last nobody reads the last block
             d = dtotal if dstate is None else dstate if dtotal is None else dtotal + dstate
             return d, d, None, None
@@ -244,6 +246,7 @@ def add_to_partial(row, sum_a, sum_b, HALF: tl.constexpr, BLOCK: tl.constexpr):
 class SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, n_head, q_gain, k_gain, cos, sin, eps):
+        """x (..., F d) -> queries (..., H, d), and keys and values (..., Hkv, d) or None."""
         *shape, width = x.shape
         d = q_gain.numel()
         F, N = width // d, x.numel() // width
@@ -260,6 +263,7 @@ class SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dy):
+        """dx, and the gains' unless they are collected on the side."""
         x, cos, sin = ctx.saved_tensors
         d = ctx.gains[0].numel()
         dx, dgains, first = torch.empty_like(x), [], 0

@@ -661,6 +661,7 @@ PICTURES = {"connections": (connections, ConnectionsConfig), "curves": (curves, 
 
 
 def main(argv: list[str]):
+    """Draw the picture that is named first, by the settings that follow."""
     name, *rest = argv or [""]
     if name in ("-h", "--help"):
         print(__doc__.strip() + "\n\npictures: " + ", ".join(PICTURES))

@@ -661,6 +661,7 @@ class OptimizerStep:
 
 
 def main(argv: list[str]):
+    """Train by the settings; under torchrun, one of its processes."""
     c = parse(TrainConfig(), argv, __doc__)
     processes = Processes.from_environment()
     check(c, processes)
