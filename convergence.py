@@ -51,6 +51,8 @@ class PrefillConfig:
     warmups: int = key(5, "runs before them; 1 at most of the autoregressive one")
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
     dtype: str = key("auto", "of the timed runs: auto (bfloat16 on cuda), float32 or bfloat16")
+    passes_dtype: str = key("float32", "of the runs whose passes are counted; bfloat16 is faster "
+                            "on cuda, but Jacobi's rounding errors grow in it")
     compile: bool | None = key(None, "torch.compile small pieces; None: of given schedules on cuda")
     graph: bool = key(True, "on cuda: a CUDA graph of the whole prefill, or of a token's step")
     seed: int = key(1337, "of the random model and tokens")
@@ -233,7 +235,9 @@ def prefill_command(argv: list[str]):
     model, x, y = load(c, device)
     T = x.size(1)
     given = c.schedules and [schedule_named(text, T) for text in c.schedules.split(",")]
-    what = "times only" if given else f"perplexity of {len(x)} rows in float32"
+    counted = train.pick_dtype(c.passes_dtype, device)
+    what = "times only" if given else \
+        f"perplexity of {len(x)} rows in {str(counted).removeprefix('torch.')}"
     print(f"{c.out_dir or 'random weights and tokens'}: L={model.config.n_layer}, "
           f"D={model.config.n_embd}, k={model.config.n_channels}, T={T}; {what}\n"
           f"times: {machine(device, dtype)}, batch {c.batch_size}, "
@@ -248,7 +252,7 @@ def prefill_command(argv: list[str]):
     if given:
         results["schedules"] = time_schedules(given, timed, model.config, T)
     else:
-        results |= study(c, model, x, y, timed)
+        results |= study(c, ready(model, counted), x, y, timed)
     write_json(c.json, results)
 
 

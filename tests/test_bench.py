@@ -139,6 +139,19 @@ def test_case_64_prefill_command(checkpoint, capsys, monkeypatch):
     assert "token by token" in out and "relative residual" in out and "float32" in out
 
 
+def test_passes_are_counted_in_the_given_precision(checkpoint, capsys):
+    exact = {}
+    for dtype in ("float32", "bfloat16"):
+        bench.main(["prefill", "--out_dir=out", "--rows=2", "--trials=1", "--warmups=1",
+                    f"--passes_dtype={dtype}", "--device=cpu", "--json=result.json"])
+        result = json.loads((checkpoint / "result.json").read_text())
+        exact[dtype] = result["exact_perplexity"]
+        assert result["dtype"] == "float32"  # of the timed runs
+        assert f"perplexity of 2 rows in {dtype}" in capsys.readouterr().out
+    assert exact["bfloat16"] != exact["float32"]
+    assert exact["bfloat16"] == pytest.approx(exact["float32"], rel=0.02)
+
+
 @pytest.mark.parametrize("system", (
     dict(), dict(kv="lckv", lckv_w=1), dict(kv="lckv", n_layer=5, lckv_w=2), dict(kv="recurrent")),
     ids=str)
@@ -386,6 +399,7 @@ def test_systems_command(tmp_path, monkeypatch, capsys):
     (["prefill", "--trials=0"], "trials=0: at least 1"),
     (["prefill", "--schedules=cyclic:3"], "'cyclic:3' is none of jacobi:PASSES"),
     (["prefill", "--schedules=jacobi:0"], "'jacobi:0' is none of"),
+    (["prefill", "--passes_dtype=half"], "dtype=half: choose auto"),
     (["prefill", "--random=huge"], "random=huge: choose tiny or paper"),
     (["train", "--systems=vanilla,16"], "16: no system; choose vanilla, k16"),
     (["decode", "--systems=k17"], "k17: n_channels=17"),
