@@ -1,11 +1,17 @@
 """
 The choice of the next token in Triton: `decoding.choose` for logits in bfloat16, without sorting.
 
-The 65,536 values of bfloat16 are in the order of 16-bit integers (`ordered`). So the top_k-th
-largest logit of a row is found by counting twice, first by the upper eight bits of all, then by
-the lower eight of those whose upper ones are its own. Then every chunk of a row adds up the
-probabilities of what is not below it, and one program a row finds the token that a random number
-means, in the order of ids.
+The 65,536 values of bfloat16 are in the order of 16-bit integers (`ordered`), their keys. A row's
+logits are shared by many programs, a chunk each:
+
+    best        the largest of a chunk and of each of its groups of ids
+    limit       the top_k-th largest of the groups' largest: at least top_k logits are no smaller
+    count       of those, twice: by the upper eight bits of their keys, and by the lower eight where
+                the upper ones are the top_k-th largest's own; that then is known
+    mass        a chunk's probability, of what is not below it
+    draw        the token that a random number means, in the order of ids
+
+Greedy, `best` and `draw` are enough; without top_k, `mass` also.
 
 Dimensions: B rows, V ids.
 """
@@ -17,8 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK, WARPS = 4096, 8  # ids of a program
+CHUNK, WARPS = 2048, 4  # ids of a program
+GROUP = 32  # ids of which `limit` knows the largest
 BINS = 256
+BAD = tl.constexpr(1 << 62)  # in place of a largest key: a logit is not finite
 
 
 @triton.jit
@@ -45,6 +53,36 @@ def chunk(logits, stride, c, V, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def best_kernel(logits, stride, top, largest, V, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+    """top (B,): the row's largest key in the upper half, and in the lower one 2^31 - 1 minus the
+    first id that has it; largest (B, chunks * CHUNK / GROUP): of each group. Where one is not
+    finite (or as large as only two of the numbers' exponents are), top is BAD."""
+    b, c = tl.program_id(0), tl.program_id(1)
+    groups: tl.constexpr = CHUNK // GROUP
+    j, exists, key = chunk(logits, stride, c, V, CHUNK)
+    bad = tl.max((exists & ((key >> 8 == 0) | (key >> 8 == 255))).to(tl.int32), 0)
+    key = tl.where(exists, key, 0)
+    best = tl.max(key, 0)
+    first = tl.min(tl.where(key == best, j, 2147483647), 0)
+    packed = (best.to(tl.int64) << 32) + 2147483647 - first
+    tl.atomic_max(top + b, tl.where(bad > 0, BAD, packed))
+    at = (b * tl.num_programs(1) + c) * groups + tl.arange(0, groups)
+    tl.store(largest + at, tl.max(tl.reshape(key, (groups, GROUP)), 1))
+
+
+@triton.jit
+def limit_kernel(largest, limit, n, top_k, BLOCK: tl.constexpr):
+    """limit (B,): the top_k-th of n keys of the row, bit by bit, 0 if there are not so many."""
+    i = tl.arange(0, BLOCK)
+    key = tl.load(largest + tl.program_id(0) * n + i, i < n, 0)
+    found = tl.full((), 0, tl.int32)
+    for bit in tl.static_range(16):
+        trial = found | (32768 >> bit)
+        found = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= top_k, trial, found)
+    tl.store(limit + tl.program_id(0), found)
+
+
+@triton.jit
 def cut(counts, k, BINS: tl.constexpr):
     """The bin in which the k-th largest lies, and what is left of k within it."""
     n = tl.load(counts + BINS - 1 - tl.arange(0, BINS))
@@ -53,44 +91,44 @@ def cut(counts, k, BINS: tl.constexpr):
 
 
 @triton.jit
-def count_kernel(logits, stride, counts, top, V, top_k, ROUND: tl.constexpr, BINS: tl.constexpr,
+def count_kernel(logits, stride, counts, limit, V, top_k, ROUND: tl.constexpr, BINS: tl.constexpr,
                  CHUNK: tl.constexpr):
-    """Round 0: all by their upper bits, and the largest key of the row; 1: by the lower ones."""
+    """Of keys from the limit on, round 0: by their upper bits; 1: by the lower ones. These are few
+    unless many are equal: each is an addition in memory."""
     b = tl.program_id(0)
     counts += b * 2 * BINS
     _, exists, key = chunk(logits, stride, tl.program_id(1), V, CHUNK)
-    if ROUND == 0:
-        tl.atomic_max(top + b, tl.max(tl.where(exists, key, 0), 0))
-        n = tl.histogram(key >> 8, BINS, mask=exists)
-    else:
+    counted, bin = exists & (key >= tl.load(limit + b)), key >> 8
+    if ROUND == 1:
         upper, _ = cut(counts, top_k, BINS)
-        n = tl.histogram(key & 255, BINS, mask=exists & (key >> 8 == upper))
-    tl.atomic_add(counts + ROUND * BINS + tl.arange(0, BINS), n, n > 0)
+        counted, bin = counted & (bin == upper), BINS + (key & 255)
+    tl.atomic_add(counts + bin, 1, counted, sem="relaxed")
 
 
 @triton.jit
-def least_key(counts, top, top_k, GREEDY: tl.constexpr, TOP_K: tl.constexpr, BINS: tl.constexpr):
+def least_key(counts, top_k, TOP_K: tl.constexpr, BINS: tl.constexpr):
     """What is below this key is never chosen."""
-    if GREEDY:
-        return top
-    elif TOP_K:
+    least = tl.full((), 0, tl.int32)
+    if TOP_K:
         upper, rest = cut(counts, top_k, BINS)
         lower, _ = cut(counts + BINS, rest, BINS)
-        return upper * 256 + lower
-    else:
-        return tl.full((), 0, tl.int32)
+        least = upper * 256 + lower
+    return least
 
 
 @triton.jit
-def mass_kernel(logits, stride, counts, top, mass, V, temperature, top_k, GREEDY: tl.constexpr,
-                TOP_K: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
-    """The probability of a chunk's ids, but for a factor of the row."""
+def weight(key, top, temperature):
+    """The probability of a key, but for a factor of the row."""
+    return tl.exp((value(key) - value((top >> 32).to(tl.int32) & 65535)) / temperature)
+
+
+@triton.jit
+def mass_kernel(logits, stride, counts, top, mass, V, temperature, top_k, TOP_K: tl.constexpr,
+                BINS: tl.constexpr, CHUNK: tl.constexpr):
     b, c = tl.program_id(0), tl.program_id(1)
-    highest = tl.load(top + b)
-    least = least_key(counts + b * 2 * BINS, highest, top_k, GREEDY, TOP_K, BINS)
+    least = least_key(counts + b * 2 * BINS, top_k, TOP_K, BINS)
     _, exists, key = chunk(logits, stride, c, V, CHUNK)
-    p = tl.exp((value(key) - value(highest)) / temperature)
-    p = tl.where(exists & (key >= least), p, 0.0)
+    p = tl.where(exists & (key >= least), weight(key, tl.load(top + b), temperature), 0.0)
     tl.store(mass + b * tl.num_programs(1) + c, tl.sum(p, 0))
 
 
@@ -98,48 +136,53 @@ def mass_kernel(logits, stride, counts, top, mass, V, temperature, top_k, GREEDY
 def draw_kernel(logits, stride, counts, top, mass, u, count, ids, B, V, n_chunks, temperature,
                 top_k, GREEDY: tl.constexpr, TOP_K: tl.constexpr, BINS: tl.constexpr,
                 CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """A row's id by its number u, with GREEDY the first of the likeliest; -1 where a logit is not
-    finite (or as large as only two of the numbers' exponents are)."""
+    """A row's id by its number u, with GREEDY the first of the likeliest; -1 if top is BAD."""
     b, i = tl.program_id(0), tl.arange(0, CHUNKS)
-    counts += b * 2 * BINS
-    highest = tl.load(top + b)
-    least = least_key(counts, highest, top_k, GREEDY, TOP_K, BINS)
-    m = tl.load(mass + b * n_chunks + i, i < n_chunks, 0.0)
-    total = tl.cumsum(m, 0)
-    target = tl.full((), 0.0, tl.float32)
+    best = tl.load(top + b)
+    chosen = 2147483647 - (best & 2147483647).to(tl.int32)
     if not GREEDY:
+        m = tl.load(mass + b * n_chunks + i, i < n_chunks, 0.0)
+        total = tl.cumsum(m, 0)
         target = tl.load(u + tl.load(count) * B + b) * tl.max(total, 0)
-    # sums in another order may differ in the last digit: never beyond the last that may be chosen
-    c = tl.sum(((total <= target) & (i < n_chunks)).to(tl.int32), 0)
-    c = tl.minimum(c, tl.max(tl.where(m > 0, i, 0), 0))
-    before = tl.sum(tl.where(i < c, m, 0.0), 0)
-    j, exists, key = chunk(logits, stride, c, V, CHUNK)
-    kept = exists & (key >= least)
-    p = tl.where(kept, tl.exp((value(key) - value(highest)) / temperature), 0.0)
-    passed = (before + tl.cumsum(p, 0) <= target) & exists
-    chosen = c * CHUNK + tl.sum(passed.to(tl.int32), 0)
-    chosen = tl.minimum(chosen, tl.max(tl.where(kept, j, 0), 0))
-    bad = tl.load(counts) + tl.load(counts + BINS - 1)
-    tl.store(ids + b, tl.where(bad > 0, -1, chosen))
+        # sums in another order may differ in the last digit: never beyond the last possible one
+        c = tl.sum(((total <= target) & (i < n_chunks)).to(tl.int32), 0)
+        c = tl.minimum(c, tl.max(tl.where(m > 0, i, 0), 0))
+        before = tl.sum(tl.where(i < c, m, 0.0), 0)
+        j, exists, key = chunk(logits, stride, c, V, CHUNK)
+        kept = exists & (key >= least_key(counts + b * 2 * BINS, top_k, TOP_K, BINS))
+        p = tl.where(kept, weight(key, best, temperature), 0.0)
+        passed = (before + tl.cumsum(p, 0) <= target) & exists
+        chosen = c * CHUNK + tl.sum(passed.to(tl.int32), 0)
+        chosen = tl.minimum(chosen, tl.max(tl.where(kept, j, 0), 0))
+    tl.store(ids + b, tl.where(best == BAD, -1, chosen))
 
 
 def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float,
            top_k: int | None = None) -> Tensor:
     """`decoding.choose` of bfloat16 logits (B, V), by row `count` (1,) of the numbers u (n, B)."""
-    (B, V), greedy = logits.shape, temperature < 1e-6
+    (B, V), greedy, device = logits.shape, temperature < 1e-6, logits.device
     if greedy:
         temperature, top_k = 1.0, None
     k, n_chunks = min(top_k or V, V), triton.cdiv(V, CHUNK)
-    # after one another, so that one fill makes all zero: counts of both rounds; largest keys
-    zeros = torch.zeros(B * (2 * BINS + 1), dtype=torch.int32, device=logits.device)
-    counts, top = zeros, zeros[B * 2 * BINS:]
-    mass = torch.empty(B, n_chunks, device=logits.device)
-    ids = torch.empty(B, dtype=torch.long, device=logits.device)
-    row, options = (logits, logits.stride(0), counts, top), dict(CHUNK=CHUNK, num_warps=WARPS)
-    for i in range(2 if top_k else 1):
-        count_kernel[B, n_chunks](*row, V, k, ROUND=i, BINS=BINS, **options)
-    options |= dict(GREEDY=greedy, TOP_K=bool(top_k), BINS=BINS)
-    mass_kernel[B, n_chunks](*row, mass, V, temperature, k, **options)
-    draw_kernel[B,](*row, mass, u, count, ids, B, V, n_chunks, temperature, k,
-                    CHUNKS=triton.next_power_of_2(n_chunks), **options)
+    # one fill makes all zero: a row's largest key, and its counts of both rounds
+    zeros = torch.zeros(B * (1 + BINS), dtype=torch.long, device=device)
+    top, counts = zeros, zeros[B:].view(torch.int32)
+    n_groups = n_chunks * CHUNK // GROUP
+    largest = torch.empty(B, n_groups, dtype=torch.int32, device=device)
+    mass = torch.empty(B, n_chunks, device=device)
+    ids = torch.empty(B, dtype=torch.long, device=device)
+    row, options = (logits, logits.stride(0)), dict(CHUNK=CHUNK, num_warps=WARPS)
+    best_kernel[B, n_chunks](*row, top, largest, V, GROUP=GROUP, **options)
+    options.update(BINS=BINS)
+    if top_k:
+        limit = torch.empty(B, dtype=torch.int32, device=device)
+        limit_kernel[B,](largest, limit, n_groups, k, BLOCK=triton.next_power_of_2(n_groups),
+                         num_warps=WARPS)
+        for i in range(2):
+            count_kernel[B, n_chunks](*row, counts, limit, V, k, ROUND=i, **options)
+    options.update(TOP_K=bool(top_k))
+    if not greedy:
+        mass_kernel[B, n_chunks](*row, counts, top, mass, V, temperature, k, **options)
+    draw_kernel[B,](*row, counts, top, mass, u, count, ids, B, V, n_chunks, temperature, k,
+                    GREEDY=greedy, CHUNKS=triton.next_power_of_2(n_chunks), **options)
     return ids

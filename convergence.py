@@ -406,6 +406,8 @@ class Prefill:
     def step(self):
         token = self.idx.index_select(1, self.column)[:, 0]
         move_on(self.model, self.cache, self.fast, token, self.index, self.start, self.column)
+        if self.fast is not None:
+            self.fast.finish()
 
     def rewind(self):
         if self.steps > 1:

@@ -2,25 +2,31 @@
 One token per row, without gradients: five kernels a layer and few around them, in Triton.
 
     place       the token's embedding, angles and interval of keys; the rows move on by one
-    heads       norm, projection, QK-norm and RoPE; a layer's own keys and values go to the cache
-    attention   programs share the keys of a row; the last one that is done adds up their parts
+    product     the norm; queries and, where a layer has its own, keys and values are projected
+    attention   QK-norm and RoPE; programs share the keys of a row, the last one that is done adds
+                up their parts; a layer's own keys and values go to the cache
     product     y @ w^T, added to the residual stream
     product     the norm before the MLP, gate and up, SwiGLU
     product     down, added to the residual stream
-    product     the last norm and the head
+    head        the last norm and the logits
 
 `Steps` is `decoding.step`: the same computation with the same weights, where time is not work but
 launches and the latency of memory. Nothing waits for the host, no shape depends on how far the
 rows are: all of it may be captured in a CUDA graph.
 
+A kernel is launched while the one before it still runs (programmatic dependent launch, from Hopper
+on), reads what does not depend on it, which is the weights and the first keys, and then waits for
+its end.
+
 Dimensions: B rows, D width, K inner and E outer features of a product, H query heads, Hkv
-key-value heads, G = H / Hkv, F = H or H + 2 Hkv heads that are projected together, d head size
-(its halves are rotated), S columns of the cache. Rows are padded to ROWS, at least the 16 that a
-matrix unit takes. The pieces of attention are those of kernels.py.
+key-value heads, G = H / Hkv, d head size (its halves are rotated), S columns of the cache. Rows are
+padded to the 16 that a matrix unit takes. The pieces of attention are those of kernels.py.
 """
 
 from __future__ import annotations
 
+import os
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -32,21 +38,50 @@ import kernels
 from attention import Cache, Rows, is_fast
 from kernels import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pair
 from model import Block, Decoder, rotary_tables
-from norm_kernels import norm_rotate, pair, store_halves
 
-# More rows are left to model.states and cuBLAS. On an H100 (context 2048, greedy, k=16, one run) a
-# token of 64 rows took 1,525 us by these kernels and 1,641 without.
-MAX_ROWS = 64
+MAX_ROWS = 64  # more are left to model.states and cuBLAS
+PART = 16  # rows that go up the stack together, at most
+# by rows: (features of a program, inner features of a warp at a time, warps)
+PRODUCT = {8: (8, 256, 4), 16: (8, 128, 4)}
+# by padded rows: (features of a program, inner features at a time, warps, stages)
+HEAD = {16: (128, 64, 4, 5), 32: (128, 64, 4, 5), 64: (128, 64, 4, 4)}
+ATTENTION = (64, 4, 2)  # keys at a time, warps, stages
+AHEAD = 32  # keys of a share that are fetched early
 
-# kernel, rows of a program: (its features, inner features at a time, and on their way, warps).
-# Few rows and many programs: weights come from memory once and then from the cache.
-CONFIGS = {
-    "product": {16: (16, 128, 1024, 4)},
-    "gated": {16: (16, 512, 1024, 4), 64: (16, 64, 512, 4)},
-    "heads": {16: (None, 512, 512, 4)},
-    "logits": {16: (128, 64, 256, 4), 64: (128, 64, 256, 4)},
-}
-ATTENTION = (64, 4, 3)  # keys at a time, warps, stages
+
+@triton.jit
+def fetch(x, first, n, end):
+    """Have elements first..first+n-1 of x, which has `end`, brought to the second cache: by one
+    thread, in one piece, of whole 16 bytes."""
+    bytes = tl.maximum(tl.minimum(n, end - first), 0) * (x.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise("""{
+        .reg .pred p, q; .reg .b32 t;
+        mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.ne.and.u32 q, $2, 0, p;
+        @q cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0; }""", "=r,l,r", [x + first, bytes & -16], dtype=tl.int32, is_pure=False,
+                              pack=1)
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    """Wait for the end of the kernel before; nothing that it wrote may be read earlier, and nothing
+    written. Only then the next one comes, so that no more than one waits and takes up room."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@cache
+def can_be_early() -> bool:
+    """Does the device know how (compute capability 9.0 on)?"""
+    return os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.get_device_capability() >= (9,)
+
+
+def launch(early: bool = True) -> dict:
+    """Constant and launch option of a kernel that begins with `begin`; not `early` if it follows
+    kernels of several streams."""
+    early = early and can_be_early()
+    return dict(EARLY=early, launch_pdl=early)
 
 
 # ---- before and after the stack ---------------------------------------------------------------
@@ -54,12 +89,13 @@ ATTENTION = (64, 4, 3)  # keys at a time, warps, stages
 
 @triton.jit
 def place_kernel(ids, index, start, count, embed, cos_table, sin_table, x, cos, sin, columns,
-                 first, stop, B, eos, FIRST: tl.constexpr, ITSELF: tl.constexpr,
-                 D: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
-                 BLOCK_H: tl.constexpr):
-    """Of one row: all that the stack needs of its token; then index, start and count move on."""
+                 first, stop, B, eos, FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+                 BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr):
+    """Of one row: all that the stack needs of its token (0 for -1, a mark of bad logits); then
+    index, start and count move on."""
+    begin(EARLY)
     b = tl.program_id(0)
-    token = tl.load(ids + b)
+    token = tl.maximum(tl.load(ids + b), 0)
     i, s = tl.load(index + b), tl.load(start + b)
     c, m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_H)
     tl.store(x + b * D + c, tl.load(embed + token * D + c, c < D), c < D)
@@ -68,7 +104,7 @@ def place_kernel(ids, index, start, count, embed, cos_table, sin_table, x, cos, 
     tl.store(sin + b * HALF + m, tl.load(sin_table + at, m < HALF), m < HALF)
     tl.store(columns + b, i)
     tl.store(first + b, s.to(tl.int32))
-    tl.store(stop + b, (i + ITSELF).to(tl.int32))
+    tl.store(stop + b, i.to(tl.int32))
     tl.store(index + b, i + 1)
     tl.store(start + b, tl.where(token == eos, i + 1, s))
     if b == 0:
@@ -79,121 +115,165 @@ def place_kernel(ids, index, start, count, embed, cos_table, sin_table, x, cos, 
 
 
 @triton.jit
-def input_tile(x, n, k, B, K, EVEN: tl.constexpr):
-    """Rows n of x, columns k."""
-    mask = (n < B)[:, None]
-    if not EVEN:
-        mask = mask & (k < K)[None, :]
-    return tl.load(x + n[:, None] * K + k[None, :], mask, 0.0)
-
-
-@triton.jit
-def weight_tile(w, e, k, exists, K, EVEN: tl.constexpr):
-    mask = exists[:, None]
-    if not EVEN:
-        mask = mask & (k < K)[None, :]
-    return tl.load(w + e.to(tl.int64)[:, None] * K + k[None, :], mask, 0.0)
+def tiles(x, i, exists, K: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.constexpr,
+          policy: tl.constexpr):
+    """Rows i of x, all K columns, as tiles (WARPS, rows, BLOCK_K)."""
+    warps, columns = tl.arange(0, WARPS)[:, None, None], tl.arange(0, BLOCK_K)[None, None, :]
+    parts = ()
+    for k0 in tl.static_range(0, K, WARPS * BLOCK_K):
+        k = k0 + warps * BLOCK_K + columns
+        mask = exists[None, :, None]
+        if k0 + WARPS * BLOCK_K > K:
+            mask = mask & (k < K)
+        parts = parts + (tl.load(x + i.to(tl.int64)[None, :, None] * K + k, mask, 0.0,
+                                 eviction_policy=policy),)
+    return parts
 
 
 @triton.jit
 def product_kernel(x, w, residual, out, B, E, eps, K: tl.constexpr, NORM: tl.constexpr,
-                   GATED: tl.constexpr, RESIDUAL: tl.constexpr, CHECK: tl.constexpr,
-                   ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-                   EVEN: tl.constexpr):
-    """[residual +] [norm of] x @ w^T; GATED: of w (2 E, K), silu(first half) * second half."""
-    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    acc = tl.zeros((ROWS, BLOCK_E), tl.float32)
-    up = acc
-    squares = tl.zeros((ROWS,), tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
-        a = input_tile(x, n, k, B, K, EVEN)
-        if NORM:
-            wide = a.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-        acc = tl.dot(a, tl.trans(weight_tile(w, e, k, e < E, K, EVEN)), acc)
-        if GATED:
-            up = tl.dot(a, tl.trans(weight_tile(w, E + e, k, e < E, K, EVEN)), up)
-    if NORM:  # the norm's factor is one for a row: it may as well come last
-        r = tl.rsqrt(squares / K + eps)[:, None]
-        acc *= r
-        up *= r
+                   GATED: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr,
+                   BLOCK_E: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.constexpr,
+                   EARLY: tl.constexpr):
+    """[residual +] [norm of] x @ w^T; GATED: of w (2 E, K), silu(first half) * second half. Warps
+    share the inner features, so that a program's weights fit in registers."""
+    e, n = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, ROWS)
+    # weights first: they are there before the kernel before ends. Other parts of the rows will need
+    # them soon: let them outlast keys and values in the second cache
+    gate = tiles(w, e, e < E, K, WARPS, BLOCK_K, "evict_last")
+    up = gate
     if GATED:
-        acc = acc / (1.0 + tl.exp2(-1.4426950408889634 * acc)) * up
+        up = tiles(w, E + e, e < E, K, WARPS, BLOCK_K, "evict_last")
+    begin(EARLY)
     at, mask = n.to(tl.int64)[:, None] * E + e[None, :], (n < B)[:, None] & (e < E)[None, :]
-    if RESIDUAL:
-        acc += tl.load(residual + at, mask, 0.0).to(tl.float32)
-    y = acc.to(out.dtype.element_ty)
-    if CHECK:  # infinities become NaN, which is seen at the top
-        y = tl.where(tl.abs(y.to(tl.float32)) < float("inf"), y, float("nan"))
-    tl.store(out + at, y, mask)
+    y = tl.zeros((ROWS, BLOCK_E), tl.float32)
+    if RESIDUAL:  # now, so that nothing waits for it in the end
+        y = tl.load(residual + at, mask, 0.0).to(tl.float32)
+    rows = tiles(x, n, n < B, K, WARPS, BLOCK_K, "")
+    acc = tl.zeros((WARPS, ROWS, BLOCK_E), tl.float32)
+    acc_up, squares = acc, tl.zeros((WARPS, ROWS), tl.float32)
+    for i in tl.static_range(len(rows)):
+        if NORM:
+            wide = rows[i].to(tl.float32)
+            squares += tl.sum(wide * wide, 2)
+        acc = tl.dot(rows[i], tl.permute(gate[i], (0, 2, 1)), acc)
+        if GATED:
+            acc_up = tl.dot(rows[i], tl.permute(up[i], (0, 2, 1)), acc_up)
+    z, r = tl.sum(acc, 0), 1.0
+    if NORM:  # the norm's factor is one for a row: it may as well come last
+        r = tl.rsqrt(tl.sum(squares, 0) / K + eps)[:, None]
+        z *= r
+    if GATED:
+        z = z / (1.0 + tl.exp2(-1.4426950408889634 * z)) * (tl.sum(acc_up, 0) * r)
+    tl.store(out + at, (y + z).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
-def heads_kernel(x, w, q_gain, k_gain, cos, sin, columns, q, keys, values, B, S, eps,
-                 K: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr,
-                 BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-                 EVEN: tl.constexpr):
-    """One head of some rows: a query's goes to q (B, H, d), a key's or value's to the rows' columns
-    of the cache (B, S, Hkv, d)."""
-    d: tl.constexpr = 2 * HALF
-    f = tl.program_id(0)
-    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    m = tl.arange(0, BLOCK)
-    first, second = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
+def head_kernel(x, w, out, B, E, eps, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+                BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
+    """Logits: norm of x @ w^T. So many weights come from memory, a few at a time."""
+    begin(EARLY)
+    e, n = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, ROWS)
+    acc, squares = tl.zeros((ROWS, BLOCK_E), tl.float32), tl.zeros((ROWS,), tl.float32)
     for k0 in tl.range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        a = input_tile(x, n, k, B, K, EVEN)
+        a = tl.load(x + n[:, None] * K + k[None, :], (n < B)[:, None] & (k < K)[None, :], 0.0)
+        b = tl.load(w + e.to(tl.int64)[:, None] * K + k[None, :],
+                    (e < E)[:, None] & (k < K)[None, :], 0.0)
         wide = a.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
-        first = tl.dot(a, tl.trans(weight_tile(w, f * d + m, k, m < HALF, K, EVEN)), first)
-        second = tl.dot(a, tl.trans(weight_tile(w, f * d + HALF + m, k, m < HALF, K, EVEN)),
-                        second)
-    r = tl.rsqrt(squares / K + eps)[:, None]
-    first *= r
-    second *= r
-    exists = (n < B)[:, None] & (m < HALF)[None, :]
-    angle = n[:, None] * HALF + m[None, :]
-    c, s = tl.load(cos + angle, exists, 0.0), tl.load(sin + angle, exists, 0.0)
-    if f < H:
-        ga, gb = pair(q_gain, HALF, BLOCK)
-        first, second = norm_rotate(first, second, ga, gb, c, s, eps, HALF)
-        store_halves(q, (n * H + f) * d, n < B, first, second, HALF, BLOCK)
-    elif KV > 0:
-        slot = n.to(tl.int64) * S + tl.load(columns + n, n < B, 0)
-        if f < H + KV:
-            ga, gb = pair(k_gain, HALF, BLOCK)
-            first, second = norm_rotate(first, second, ga, gb, c, s, eps, HALF)
-            store_halves(keys, (slot * KV + f - H) * d, n < B, first, second, HALF, BLOCK)
-        else:
-            store_halves(values, (slot * KV + f - H - KV) * d, n < B, first, second, HALF, BLOCK)
+        acc = tl.dot(a, tl.trans(b), acc)
+    y = (acc * tl.rsqrt(squares / K + eps)[:, None]).to(out.dtype.element_ty)
+    # infinities become NaN, which is seen at the top
+    y = tl.where(tl.abs(y.to(tl.float32)) < float("inf"), y, float("nan"))
+    tl.store(out + n.to(tl.int64)[:, None] * E + e[None, :], y, (n < B)[:, None] & (e < E)[None, :])
 
 
 # ---- attention --------------------------------------------------------------------------------
 
 
 @triton.jit
-def attention_kernel(q, k0, k1, v0, v1, part, part_lse2, done, out, start, stop, sink_k, sink_v,
-                     scale2, Hkv, G: tl.constexpr, SINK: tl.constexpr, SPLITS: tl.constexpr,
+def turned_columns(x, offsets, exists, gain, cos, sin, FIRST: tl.constexpr, N: tl.constexpr,
+                   d: tl.constexpr):
+    """Columns FIRST..FIRST+N-1 of rows times the gain and rotated, and sums of their squares."""
+    c = FIRST + tl.arange(0, N)
+    other, angle = (c + d // 2) % d, c % (d // 2)
+    at, mask = x + offsets[:, None], exists[:, None]
+    a = tl.load(at + c[None, :], mask, 0.0).to(tl.float32)
+    b = tl.load(at + other[None, :], mask, 0.0).to(tl.float32)
+    a_gain, b_gain = tl.load(gain + c).to(tl.float32), tl.load(gain + other).to(tl.float32)
+    a_factor = a_gain * tl.load(cos + angle)
+    b_factor = tl.where(c < d // 2, -b_gain, b_gain) * tl.load(sin + angle)
+    return a * a_factor[None, :] + b * b_factor[None, :], tl.sum(a * a, 1)
+
+
+@triton.jit
+def turned(x, offsets, exists, gain, cos, sin, eps, dtype: tl.constexpr, D0: tl.constexpr,
+           D1: tl.constexpr):
+    """QK-norm and RoPE of rows, as a pair; the norm's factor is one for a row and comes last."""
+    a, squares = turned_columns(x, offsets, exists, gain, cos, sin, 0, D0, D0 + D1)
+    c = a
+    if D1 > 0:
+        c, more = turned_columns(x, offsets, exists, gain, cos, sin, D0, D1, D0 + D1)
+        squares += more
+    r = tl.rsqrt(squares / (D0 + D1) + eps)[:, None]
+    return (a * r).to(dtype), (c * r).to(dtype)
+
+
+@triton.jit
+def one_more(m, total, acc0, acc1, s, value, D1: tl.constexpr):
+    """The running softmax with one more key, of scores s."""
+    m_new = tl.maximum(m, s)
+    shrink, weight = tl.exp2(m - m_new), tl.exp2(s - m_new)
+    acc0 = acc0 * shrink[:, None] + weight[:, None] * value[0].to(tl.float32)
+    if D1 > 0:
+        acc1 = acc1 * shrink[:, None] + weight[:, None] * value[1].to(tl.float32)
+    return m_new, total * shrink + weight, acc0, acc1
+
+
+@triton.jit
+def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k1, v0, v1, part,
+                     part_lse2, done, out, start, stop, sink_k, sink_v, scale2, eps, S, H, Hkv,
+                     G: tl.constexpr, OWN: tl.constexpr, SINK: tl.constexpr, SPLITS: tl.constexpr,
                      D0: tl.constexpr, D1: tl.constexpr, BLOCK_D: tl.constexpr,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+                     EARLY: tl.constexpr):
     """A share of the keys of one row and key-value head; BLOCK_M >= G packed queries."""
     d: tl.constexpr = D0 + D1
+    dtype: tl.constexpr = keys.dtype.element_ty
     b, head, split = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv, tl.program_id(1)
     lo, end = tl.load(start + b), tl.load(stop + b)
     share = tl.cdiv(tl.cdiv(end - lo, BLOCK_N), SPLITS) * BLOCK_N  # in whole blocks
     lo += split * share
     hi = tl.minimum(end, lo + share)
-    g = tl.arange(0, BLOCK_M)
-    rows = (tl.program_id(0) * G + g) * d  # of q and out: head * G + g within row b
-    query = kernels.load_rows(q, rows, g < G, D0, D1)
+    if EARLY:  # all keys but the token's own are there; the heads of a row share the work
+        at, some = (b.to(tl.int64) * S + lo) * Hkv * d, head * AHEAD * d
+        fetch(keys + at, some, AHEAD * d, (hi - lo) * Hkv * d)
+        fetch(values + at, some, AHEAD * d, (hi - lo) * Hkv * d)
+        tl.extra.cuda.gdc_wait()
+    g, zero = tl.arange(0, BLOCK_M), tl.arange(0, 1)
+    row = b * (H + 2 * Hkv if OWN else H)  # of qkv, in heads
+    cos += b * (d // 2)
+    sin += b * (d // 2)
+    query = turned(qkv, (row + head * G + g) * d, g < G, q_gain, cos, sin, eps, dtype, D0, D1)
+    k_sink, v_sink = query, query
+    if SINK:  # now, as nothing will wait for it after all other keys
+        k_sink, v_sink = load_sink(sink_k + head * d, D0, D1), load_sink(sink_v + head * d, D0, D1)
 
     # a finite lower bound in place of -inf: exp2(-inf - m) is 0 for a row without keys, never NaN
     m = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc0, acc1 = zeros_pair(BLOCK_M, D0, D1)
+    if OWN:  # noqa: SIM102  (its pointers are None where there is none)
+        if split == 0:
+            k = turned(qkv, (row + H + head + zero) * d, zero == 0, k_gain, cos, sin, eps, dtype,
+                       D0, D1)
+            v = kernels.load_rows(qkv, (row + H + Hkv + head + zero) * d, zero == 0, D0, D1)
+            s = row_dot(query, k, D1) * scale2
+            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s, v, D1)
+            slot = ((b.to(tl.int64) * S + tl.load(columns + b)) * Hkv + head) * d + zero
+            store_rows(keys, slot, zero == 0, k[0], k[1], D0, D1)
+            store_rows(values, slot, zero == 0, v[0], v[1], D0, D1)
     for j0 in tl.range(lo, hi, BLOCK_N):
         k = kernels.load(k0, k1, b, j0, head, BLOCK_N, D0, D1)
         v = kernels.load(v0, v1, b, j0, head, BLOCK_N, D0, D1)
@@ -205,26 +285,22 @@ def attention_kernel(q, k0, k1, v0, v1, part, part_lse2, done, out, start, stop,
         total = total * shrink + tl.sum(p, 1)
         acc0, acc1 = dot_add(p, v, acc0 * shrink[:, None], acc1 * shrink[:, None], D1)
         m = m_new
-    if SINK:  # noqa: SIM102  (without one, its pointers are None)
+    if EARLY:  # not before, as the weights that the next kernel fetches would not stay in the cache
+        tl.extra.cuda.gdc_launch_dependents()
+    if SINK:  # noqa: SIM102
         if split == 0:
-            s = row_dot(query, load_sink(sink_k + head * d, D0, D1), D1) * scale2
-            m_new = tl.maximum(m, s)
-            shrink, weight = tl.exp2(m - m_new)[:, None], tl.exp2(s - m_new)[:, None]
-            v_sink = load_sink(sink_v + head * d, D0, D1)
-            total = total * tl.exp2(m - m_new) + tl.exp2(s - m_new)
-            acc0 = acc0 * shrink + weight * v_sink[0]
-            if D1 > 0:
-                acc1 = acc1 * shrink + weight * v_sink[1]
-            m = m_new
+            s = row_dot(query, k_sink, D1) * scale2
+            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s, v_sink, D1)
     safe = tl.where(total > 0, total, 1.0)
     acc0 /= safe[:, None]
     acc1 /= safe[:, None]
+    rows = tl.program_id(0) * G + g  # of out: head * G + g within row b
     if SPLITS == 1:
-        store_rows(out, rows, g < G, acc0, acc1, D0, D1)
+        store_rows(out, rows * d, g < G, acc0, acc1, D0, D1)
     else:
         stride = tl.num_programs(0) * G
-        store_rows(part + split * stride * d, rows, g < G, acc0, acc1, D0, D1)
-        tl.store(part_lse2 + split * stride + tl.program_id(0) * G + g,
+        store_rows(part + split * stride * d, rows * d, g < G, acc0, acc1, D0, D1)
+        tl.store(part_lse2 + split * stride + rows,
                  tl.where(total > 0, m + tl.log2(safe), float("-inf")), g < G)
         tl.debug_barrier()  # all threads of the program have written
         if tl.atomic_add(done + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1:
@@ -245,94 +321,91 @@ def merge(part, part_lse2, out, stride, G: tl.constexpr, SPLITS: tl.constexpr, d
           BLOCK: tl.constexpr):
     """Add up the shares of G queries by their weights. Past the first cache, which may hold what
     stood there before."""
-    n, c = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
-    for g in tl.static_range(G):
-        row = tl.program_id(0) * G + g
-        x = tl.load(part_lse2 + n * stride + row, cache_modifier=".cg")
-        w = tl.exp2(x - tl.maximum(tl.max(x, 0), -1e30))
-        total = tl.sum(w, 0)
-        y = tl.load(part + (n * stride + row)[:, None] * d + c[None, :], (c < d)[None, :], 0.0,
-                    cache_modifier=".cg")
-        y = tl.sum(y * w[:, None], 0) / tl.where(total > 0, total, 1.0)
-        tl.store(out + row * d + c, y.to(out.dtype.element_ty), c < d)
+    GP: tl.constexpr = triton.next_power_of_2(G)
+    n, g, c = tl.arange(0, SPLITS)[:, None], tl.arange(0, GP)[None, :], tl.arange(0, BLOCK)
+    at = n * stride + tl.program_id(0) * G + g  # (SPLITS, GP)
+    some = (n >= 0) & (g < G)
+    x = tl.load(part_lse2 + at, some, 0.0, cache_modifier=".cg")
+    y = tl.load(part + at[:, :, None] * d + c[None, None, :],
+                some[:, :, None] & (c < d)[None, None, :], 0.0, cache_modifier=".cg")
+    w = tl.exp2(x - tl.maximum(tl.max(x, 0), -1e30)[None, :])
+    total = tl.sum(w, 0)
+    y = tl.sum(y * w[:, :, None], 0) / tl.where(total > 0, total, 1.0)[:, None]
+    g = tl.arange(0, GP)[:, None]
+    tl.store(out + (tl.program_id(0) * G + g) * d + c[None, :], y.to(out.dtype.element_ty),
+             (g < G) & (c < d)[None, :])
 
 
 # ---- host side --------------------------------------------------------------------------------
 
 
-def options(kind: str, B: int, K: int) -> tuple[int | None, int, dict]:
-    """Features of a program, programs along the rows, and constants and launch options."""
-    table = CONFIGS[kind]
-    rows = min((n for n in table if n >= B), default=max(table))
-    block_e, most, flight, warps = table[rows]
-    block_k = max(64, min(most, K & -K))  # the largest power of two that divides K, if it can be
-    return block_e, triton.cdiv(B, rows), dict(
-        ROWS=rows, BLOCK_K=block_k, EVEN=K % block_k == 0, num_warps=warps,
-        num_stages=1 + min(8, triton.cdiv(min(flight, K), block_k)))
-
-
 def product(x: Tensor, w: Tensor, residual: Tensor | None = None, normed: bool = False,
-            gated: bool = False, kind: str | None = None, eps: float = 1e-6) -> Tensor:
-    """x (B, K) @ w (E, K)^T -> (B, E). With `normed`, of the RMSNorm of x, whose gain is in w;
-    `gated`, w (2 E, K) gives silu(gate) * up."""
+            gated: bool = False, out: Tensor | None = None, early: bool = True,
+            eps: float = 1e-6) -> Tensor:
+    """x (B, K) @ w (E, K)^T -> (B, E), B <= 16. With `normed`, of the RMSNorm of x, whose gain is
+    in w; `gated`, w (2 E, K) gives silu(gate) * up."""
     (B, K), E = x.shape, w.size(0) // (2 if gated else 1)
-    block_e, row_blocks, constants = options(kind or ("gated" if gated else "product"), B, K)
-    out = x.new_empty(B, E)
-    product_kernel[triton.cdiv(E, block_e), row_blocks](
+    block_e, most, warps = PRODUCT[min(n for n in PRODUCT if n >= B)]
+    block_k = min(most, max(16, triton.next_power_of_2(triton.cdiv(K, warps))))
+    out = x.new_empty(B, E) if out is None else out
+    product_kernel[triton.cdiv(E, block_e),](
         x, w, residual, out, B, E, eps, K=K, NORM=normed, GATED=gated,
-        RESIDUAL=residual is not None, CHECK=kind == "logits", BLOCK_E=block_e, **constants)
+        RESIDUAL=residual is not None, ROWS=16, BLOCK_E=block_e, WARPS=warps, BLOCK_K=block_k,
+        num_warps=warps, **launch(early))
     return out
 
 
-def heads(x: Tensor, w: Tensor, q_gain: Tensor, k_gain: Tensor | None, rows: Rows, keys: Tensor,
-          values: Tensor, eps: float = 1e-6) -> Tensor:
-    """Queries (B, H, d) of the norm of x (B, K), whose gain is in w; where w (F d, K) projects keys
-    and values too, these are written to the rows' columns of keys and values (B, S, Hkv, d)."""
-    (B, K), (_, S, Hkv, d) = x.shape, keys.shape
-    F = w.size(0) // d
-    KV = 0 if k_gain is None else Hkv
-    q = x.new_empty(B, F - 2 * KV, d)
-    _, row_blocks, constants = options("heads", B, K)
-    heads_kernel[F, row_blocks](
-        x, w, q_gain, k_gain, rows.cos, rows.sin, rows.columns, q, keys, values, B, S, eps,
-        K=K, H=F - 2 * KV, KV=KV, HALF=d // 2, BLOCK=max(16, triton.next_power_of_2(d // 2)),
-        **constants)
-    return q
+def head(x: Tensor, w: Tensor, early: bool = True, eps: float = 1e-6) -> Tensor:
+    """RMSNorm of x (B, K), whose gain is in w (E, K), @ w^T -> (B, E), B <= 64, with NaN for
+    infinities."""
+    (B, K), E = x.shape, len(w)
+    rows = max(16, triton.next_power_of_2(B))
+    block_e, block_k, warps, stages = HEAD[rows]
+    out = x.new_empty(B, E)
+    head_kernel[triton.cdiv(E, block_e),](x, w, out, B, E, eps, K=K, ROWS=rows, BLOCK_E=block_e,
+                                          BLOCK_K=block_k, num_warps=warps, num_stages=stages,
+                                          **launch(early))
+    return out
 
 
 class Scratch:
     """What the programs of `attention` hand each other, for B rows and a cache of S columns."""
 
-    def __init__(self, cache: Tensor, B: int, H: int, S: int):
+    def __init__(self, cache: Tensor, B: int, H: int, splits: int):
         Hkv, d = cache.shape[-2:]
-        self.splits = kernels.splits_of(B * Hkv, S)
+        self.splits = splits
         self.part = cache.new_empty(self.splits, B, H, d, dtype=torch.float32)
         self.lse2 = cache.new_empty(self.splits, B, H, dtype=torch.float32)
         self.done = cache.new_zeros(B * Hkv, dtype=torch.int32)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink, scratch: Scratch) -> Tensor:
-    """q (B, H, d) on k, v (B, S, Hkv, d) and the sink (Hkv, d) each, if any -> (B, H d)."""
-    (B, H, d), Hkv = q.shape, k.size(2)
-    kernels.check(q[:, None], k, rows.start, rows.stop, k, v)
+def attention(qkv: Tensor, layer: Layer, k: Tensor, v: Tensor, rows: Rows, sink, scratch: Scratch,
+              eps: float = 1e-6) -> Tensor:
+    """Queries as projected, qkv (B, H d), on k, v (B, S, Hkv, d) and the sink (Hkv, d) each, if any
+    -> (B, H d). With the token's own keys and values behind them, qkv (B, (H + 2 Hkv) d), on these
+    too, which go to the rows' columns of k and v."""
+    (B, S, Hkv, d), own = k.shape, layer.k_norm is not None
+    H = qkv.size(1) // d - 2 * Hkv * own
+    kernels.check(qkv[:, None, :H * d].unflatten(-1, (H, d)), k, rows.start, rows.stop, k, v)
     d0 = 1 << (d.bit_length() - 1)
     c = dict(D0=d0, D1=d - d0, BLOCK_D=triton.next_power_of_2(d))
     block_n, warps, stages = ATTENTION
     sink_k, sink_v = (None, None) if sink is None else (s.contiguous() for s in sink)
-    out = torch.empty_like(q)
+    out = qkv.new_empty(B, H * d)
     attention_kernel[B * Hkv, scratch.splits](
-        q, *kernels.tiles(block_n, 0, c, k, v), scratch.part, scratch.lse2, scratch.done, out,
-        rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E, Hkv, G=H // Hkv,
-        SINK=sink is not None, SPLITS=scratch.splits,
+        qkv, layer.q_norm, layer.k_norm, rows.cos, rows.sin, rows.columns, k, v,
+        *kernels.tiles(block_n, 0, c, k, v), scratch.part, scratch.lse2, scratch.done, out,
+        rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E, eps, S, H, Hkv, G=H // Hkv,
+        OWN=own, SINK=sink is not None, SPLITS=scratch.splits,
         BLOCK_M=max(16, triton.next_power_of_2(H // Hkv)), BLOCK_N=block_n, **c,
-        num_warps=warps, num_stages=stages)
-    return out.view(B, H * d)
+        AHEAD=AHEAD, num_warps=warps, num_stages=stages, **launch())
+    return out
 
 
 class Layer(NamedTuple):
     """A block's weights for one token per row; the gains of the norms before them are in them."""
 
-    heads: Tensor  # (F d, D), of queries and, where it projects them itself, keys and values
+    qkv: Tensor  # (F d, D), of queries and, where it projects them itself, keys and values
     q_norm: Tensor
     k_norm: Tensor | None
     o: Tensor
@@ -358,23 +431,45 @@ def serve(model: Decoder, h: Tensor) -> bool:
             and hasattr(model.embed, "compute"))
 
 
+class Part(NamedTuple):
+    """Rows that go up the stack together, on a stream of their own."""
+
+    at: slice
+    rows: Rows
+    scratch: Scratch
+    stream: torch.cuda.Stream | None  # None: the caller's
+
+
 class Steps:
-    """Steps of B rows on a cache of fixed size."""
+    """Steps of B rows on a cache of fixed size.
+
+    Attention keeps the memory busy and little else, products the rest: so parts of the rows go up
+    the stack side by side, and while one attends, others multiply. What goes to the cache after a
+    step is computed while the next token is chosen: `finish` waits for it.
+    """
 
     def __init__(self, model: Decoder, cache: Cache):
         """The cache (C, B, S, Hkv, d) is that of the model."""
-        c, (_, B, S, _, d) = model.config, cache.k.shape
+        c, (_, B, S, Hkv, d) = model.config, cache.k.shape
         self.model, self.cache = model, cache
-        like = cache.k
+        like, new = cache.k, cache.k.new_empty
         self.tables = rotary_tables(torch.arange(S + 1, device=like.device), d)
-        new = like.new_empty
-        self.x = new(B, c.n_embd)
+        self.h = new(len(model.blocks) + 1, B, c.n_embd)
         self.rows = Rows(new(B, 1, dtype=torch.long), *(new(B, 1, dtype=torch.int32)
                                                         for _ in range(2)),
                          *(new(B, 1, d // 2, dtype=torch.float32) for _ in range(2)))
-        self.scratch = Scratch(like, B, c.n_head, S)
         self.layers = [layer_of(block) for block in model.blocks]
         self.head = folded(model.norm, model.embed)
+        self.side = torch.cuda.Stream() if like.is_cuda else None
+        self.parts, r = [], self.rows
+        for first in range(0, B, PART):
+            n = min(PART, B - first)
+            at = slice(first, first + n)
+            rows = Rows(*(t[at] for t in (r.columns, r.start, r.stop, r.cos, r.sin)))
+            # so many programs that the attention of two parts fills the device
+            scratch = Scratch(like, n, c.n_head, kernels.splits_of(min(B, 2 * n) * Hkv, S))
+            stream = torch.cuda.Stream() if first and like.is_cuda else None
+            self.parts.append(Part(at, rows, scratch, stream))
 
     def __call__(self, ids: Tensor, index: Tensor, start: Tensor, count: Tensor) -> Tensor:
         """`decoding.step` of tokens ids (B,) at columns index of documents that begin at start;
@@ -383,30 +478,57 @@ class Steps:
         model, rows, c = self.model, self.rows, self.model.config
         embed = model.embed.compute
         place_kernel[len(ids),](
-            ids, index, start, count, embed, *self.tables, self.x, rows.cos, rows.sin,
+            ids, index, start, count, embed, *self.tables, self.h, rows.cos, rows.sin,
             rows.columns, rows.start, rows.stop, len(ids), -1 if c.eos_id is None else c.eos_id,
-            FIRST=int(model.has_dummy), ITSELF=int(model.reads_itself), D=c.n_embd,
-            HALF=c.head_dim // 2, BLOCK_D=triton.next_power_of_2(c.n_embd),
-            BLOCK_H=triton.next_power_of_2(c.head_dim // 2))
+            FIRST=int(model.has_dummy), D=c.n_embd, HALF=c.head_dim // 2,
+            BLOCK_D=triton.next_power_of_2(c.n_embd),
+            BLOCK_H=triton.next_power_of_2(c.head_dim // 2), **launch())
         h = self.states()
         if model.iterates:
-            model.store(h, rows, self.cache)
-        return h[-1][:, 0]
+            fork(self.side)
+            with torch.cuda.stream(self.side):
+                model.store(h, rows, self.cache)
+        return self.h[-1]
+
+    def finish(self):
+        """The step is complete, and another may come."""
+        if self.model.iterates:
+            join(self.side)
 
     def states(self) -> list[Tensor]:
         """`Decoder.states` of the tokens that were placed, h[0..L] (B, 1, D)."""
-        rows, x, h = self.rows, self.x, [self.x[:, None]]
-        for i, layer in enumerate(self.layers):
-            j = i % self.model.n_channels
-            k, v = self.cache.k[j], self.cache.v[j]
-            q = heads(x, layer.heads, layer.q_norm, layer.k_norm, rows, k, v)
-            y = attention(q, k, v, rows, self.cache.sinks[j], self.scratch)
-            x = product(y, layer.o, residual=x)
-            y = product(x, layer.gate_up, normed=True, gated=True)
-            x = product(y, layer.down, residual=x)
-            h.append(x[:, None])
-        return h
+        for part in self.parts:
+            fork(part.stream)
+        for i in range(len(self.layers)):
+            for part in self.parts:
+                with torch.cuda.stream(part.stream):
+                    self.up(i, part)
+        for part in self.parts:
+            join(part.stream)
+        return [x[:, None] for x in self.h]
+
+    def up(self, i: int, part: Part):
+        """Rows of a part through layer i."""
+        layer, j, x = self.layers[i], i % self.model.n_channels, self.h[i][part.at]
+        k, v = self.cache.k[j][part.at], self.cache.v[j][part.at]
+        y = product(x, layer.qkv, normed=True, early=i > 0 or part.stream is None)
+        y = attention(y, layer, k, v, part.rows, self.cache.sinks[j], part.scratch)
+        x = product(y, layer.o, residual=x)
+        y = product(x, layer.gate_up, normed=True, gated=True)
+        product(y, layer.down, residual=x, out=self.h[i + 1][part.at])
 
     def logits(self, h: Tensor) -> Tensor:
         """`Decoder.logits` of final states h (B, D), with NaN for infinities."""
-        return product(h, self.head, normed=True, kind="logits")
+        return head(h, self.head, early=len(self.parts) == 1)
+
+
+def fork(stream: torch.cuda.Stream | None):
+    """Have a stream wait for the current one."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+
+
+def join(stream: torch.cuda.Stream | None):
+    """Have the current stream wait for another."""
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)

@@ -125,9 +125,11 @@ def fast_steps(model: Decoder, cache: Cache, like: Tensor):
 
 def move_on(model: Decoder, cache: Cache, fast, token: Tensor, index: Tensor, start: Tensor,
             count: Tensor) -> Tensor:
-    """A step, by `fast` or as it stands above; index, start and count are the next token's then."""
+    """A step, by `fast` (which is to be finished) or as it stands above; index, start and count are
+    the next token's then. Token -1, a mark of bad logits, is as good as any."""
     if fast is not None:
         return fast(token, index, start, count)
+    token = token.clamp(min=0)
     h = step(model, cache, token, index, start)
     start.copy_(next_start(model, token, index, start))
     index += 1
@@ -239,9 +241,11 @@ class Decoding:
 
     def step(self):
         """Run the newest ids through the model and choose the next."""
-        token = self.ids.clamp(min=0)  # a mark of bad logits is no token
-        h = move_on(self.model, self.visible(), self.fast, token, self.index, self.start, self.n)
+        h = move_on(self.model, self.visible(), self.fast, self.ids, self.index, self.start,
+                    self.n)
         self.ids.copy_(self.choice(self.logits(h), self.n))
+        if self.fast is not None:
+            self.fast.finish()
 
     def visible(self) -> Cache:
         """The cache; where there is no need for a fixed size, up to the newest column."""

@@ -16,7 +16,7 @@ import model as plain
 import pool
 import train
 from attention import Rows
-from model import rms_norm, rotary_tables, rotate, swiglu
+from model import norm_rotate, rms_norm, rotary_tables, swiglu
 from solvers import autoregressive, one_pass
 
 TOL = 2e-3 if GPU else 1e-5  # a GPU's float32 products round their factors
@@ -34,71 +34,61 @@ def close(mine, theirs, tol=TOL):
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several programs and several steps of each loop."""
-    monkeypatch.setattr(decode_kernels, "CONFIGS", {
-        "product": {16: (16, 64, 128, 4)}, "gated": {16: (16, 64, 128, 4)},
-        "heads": {16: (None, 64, 128, 4)}, "logits": {16: (32, 64, 64, 4), 32: (32, 64, 64, 4)}})
+    monkeypatch.setattr(decode_kernels, "PRODUCT", {16: (16, 16, 4)})
+    monkeypatch.setattr(decode_kernels, "HEAD", {16: (32, 64, 4, 2), 32: (32, 64, 4, 2)})
     monkeypatch.setattr(decode_kernels, "ATTENTION", (16, 4, 2))
 
 
-@pytest.mark.parametrize("B, K, E", [(1, 128, 40), (3, 72, 24), (20, 64, 16)])
+@pytest.mark.parametrize("B, K, E", [(1, 128, 40), (3, 72, 24), (16, 64, 16)])
 def test_products(B, K, E):
     x, w, w2, y = (randn(*shape, seed=i)
                    for i, shape in enumerate([(B, K), (E, K), (2 * E, K), (B, E)]))
     normed = rms_norm(x.double(), None)
     close(decode_kernels.product(x, w), x.double() @ w.double().T)
     close(decode_kernels.product(x, w, residual=y), y + x.double() @ w.double().T)
-    close(decode_kernels.product(x, w, normed=True, kind="logits"), normed @ w.double().T)
+    close(decode_kernels.product(x, w, normed=True), normed @ w.double().T)
     close(decode_kernels.product(x, w2, normed=True, gated=True), swiglu(normed @ w2.double().T))
 
 
-def place(index, start):
-    cos, sin = rotary_tables(index - start, 16)
-    return Rows(index, start.int(), (index + 1).int(), cos, sin)
+@pytest.mark.parametrize("B", [3, 20])
+def test_head(B):
+    x, w = randn(B, 72), randn(40, 72, seed=1)
+    close(decode_kernels.head(x, w), rms_norm(x.double(), None) @ w.double().T)
+
+
+def layer_with(q_norm, k_norm):
+    return decode_kernels.Layer(None, q_norm, k_norm, None, None, None)
 
 
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("B", [2, 17])
-def test_heads(B, own):
-    H, KV, d, K, S = 4, 2, 16, 72, 9
-    F = H + 2 * KV * own
-    x, w = randn(B, K), randn(F * d, K, seed=1)
-    q_gain, k_gain = randn(d, seed=3), randn(d, seed=4)
-    index = torch.arange(B, device=DEVICE)[:, None] % S
-    rows = place(index, index // 2)
-    cache = torch.zeros(2, B, S, KV, d, device=DEVICE)
-    q = decode_kernels.heads(x, w, q_gain, k_gain if own else None, rows, *cache)
-    y = (rms_norm(x.double(), None) @ w.double().T).view(B, 1, F, d)
-
-    def turned(t, g):
-        return rotate(rms_norm(t, g.double()), rows.cos.double(), rows.sin.double())[:, 0]
-
-    close(q, turned(y[:, :, :H], q_gain))
-    if own:
-        written = cache[:, torch.arange(B), index[:, 0]]
-        close(written[0], turned(y[:, :, H:H + KV], k_gain))
-        close(written[1], y[:, 0, H + KV:])
-        cache[:, torch.arange(B), index[:, 0]] = 0
-    assert (cache == 0).all()
-
-
 @pytest.mark.parametrize("splits, d, sink", [(1, 48, True), (4, 48, False), (4, 16, True)])
-def test_attention(splits, d, sink):
+def test_attention(splits, d, sink, own):
     """Rows that read nothing, little, or from the middle on; twice, as counters must be reset."""
-    B, H, Hkv, S = 4, 4, 2, 70
-    q, cache = randn(B, H, d), randn(2, 2, B, S, Hkv, d, seed=1)
-    sinks = randn(2, Hkv, d, seed=2) if sink else None
+    B, H, Hkv, S = 4, 4, 2, 72
+    qkv, cache = randn(B, (H + 2 * Hkv * own) * d), randn(2, 2, B, S, Hkv, d, seed=1)
+    gains, sinks = randn(2, d, seed=3), randn(2, Hkv, d, seed=2) if sink else None
     start = torch.tensor([[0], [3], [40], [0]], dtype=torch.int32, device=DEVICE)
     stop = torch.tensor([[70], [3], [61], [1]], dtype=torch.int32, device=DEVICE)
-    rows = Rows(None, start, stop, None, None)
-    scratch = decode_kernels.Scratch(cache, B, H, S)
+    rows = Rows(stop.long(), start, stop, *rotary_tables(stop - start, d))
+    scratch = decode_kernels.Scratch(cache, B, H, kernels.splits_of(B * Hkv, S))
     scratch.splits = splits
     scratch.part, scratch.lse2 = randn(splits, B, H, d), randn(splits, B, H)
-    k, v = cache[0, 1], cache[1, 1]
-    expected, _ = reference(*(t.double() for t in (q[:, None], k, v)), start, stop,
-                            *(t.double() for t in sinks if sink) if sink else ())
+
+    def turned(x, gain):
+        return norm_rotate(x.double(), gain.double(), rows.cos.double(), rows.sin.double())
+
+    parts = qkv.view(B, 1, -1, d)
+    expected = cache.double()
+    if own:
+        expected[0, 1, torch.arange(B), stop[:, 0]] = turned(parts[:, :, H:H + Hkv], gains[1])[:, 0]
+        expected[1, 1, torch.arange(B), stop[:, 0]] = parts[:, 0, H + Hkv:].double()
+    out, _ = reference(turned(parts[:, :, :H], gains[0]), *expected[:, 1], start, stop + own,
+                       *(t.double() for t in sinks if sink) if sink else ())
+    layer = layer_with(gains[0], gains[1] if own else None)
     for _ in range(2):
-        mine = decode_kernels.attention(q, k, v, rows, sinks, scratch)
-        close(mine, expected.reshape(B, H * d))
+        mine = decode_kernels.attention(qkv, layer, *cache[:, 1], rows, sinks, scratch)
+        close(mine, out.reshape(B, H * d))
+        close(cache, expected)
     assert (scratch.done == 0).all()
 
 
@@ -114,6 +104,7 @@ def test_choose_is_that_of_the_plain_path(how, monkeypatch):
     """The same ids by the same numbers, also where logits are equal; a row of logits that are not
     finite is marked."""
     monkeypatch.setattr(choose_kernels, "CHUNK", 16)
+    monkeypatch.setattr(choose_kernels, "GROUP", 4)
     how = {"temperature": 0.8} | how
     logits = (3 * randn(6, 40)).bfloat16()[:, :37]
     logits[4:] = logits[4:].round() / 4
@@ -132,7 +123,7 @@ def test_choose_is_that_of_the_plain_path(how, monkeypatch):
 def test_infinite_logits_become_nan():
     x, w = torch.ones(2, 64, device=DEVICE), torch.ones(40, 64, device=DEVICE)
     w[3], w[7] = torch.inf, -torch.inf
-    y = decode_kernels.product(x, w, normed=True, kind="logits")
+    y = decode_kernels.head(x, w)
     assert y.isnan().any(0).nonzero().flatten().tolist() == [3, 7]
 
 
@@ -160,6 +151,7 @@ def test_steps_equal_the_whole(system, few, monkeypatch):
         logits.append(x)
         return next(script)
 
+    monkeypatch.setattr(decode_kernels, "PART", 1)
     if not few:
         monkeypatch.setattr(decode_kernels, "MAX_ROWS", 0)
     zeros = ids.new_zeros(B)
@@ -179,11 +171,13 @@ def test_steps_equal_the_whole(system, few, monkeypatch):
 def test_attention_on_8200_keys(monkeypatch):
     monkeypatch.setattr(decode_kernels, "ATTENTION", (128, 4, 2))
     B, H, Hkv, S, d = 1, 2, 1, 8300, 16
-    q, cache = randn(B, H, d), randn(2, 1, B, S, Hkv, d, seed=1)
+    q, cache = randn(B, H * d), randn(2, 1, B, S, Hkv, d, seed=1)
     start, stop = (torch.tensor([[n]], dtype=torch.int32, device=DEVICE) for n in (5, 8205))
-    scratch = decode_kernels.Scratch(cache, B, H, S)
+    rows = Rows(None, start, stop, *rotary_tables(stop * 0, d))
+    scratch = decode_kernels.Scratch(cache, B, H, kernels.splits_of(B * Hkv, S))
     assert scratch.splits == 64
-    k, v = cache[0, 0], cache[1, 0]
-    mine = decode_kernels.attention(q, k, v, Rows(None, start, stop, None, None), None, scratch)
-    expected, _ = reference(*(t.double() for t in (q[:, None], k, v)), start, stop)
+    layer, (k, v) = layer_with(torch.ones(d, device=DEVICE), None), cache[:, 0]
+    mine = decode_kernels.attention(q, layer, k, v, rows, None, scratch)
+    queries = rms_norm(q.view(B, 1, H, d).double(), None)
+    expected, _ = reference(queries, k.double(), v.double(), start, stop)
     close(mine, expected.reshape(B, H * d))
