@@ -1,17 +1,15 @@
 """
 The choice of the next token in Triton: `decoding.choose` for logits in bfloat16, without sorting.
 
-The 65,536 values of bfloat16 are in the order of 16-bit integers (`ordered`), their keys. A row's
-logits are shared by many programs, a chunk each:
+The 65,536 values of bfloat16 are in the order of 16-bit integers (`ordered`), their keys.
 
-    best        the largest of a chunk and of each of its groups of ids
-    limit       the top_k-th largest of the groups' largest: at least top_k logits are no smaller
-    count       of those, twice: by the upper eight bits of their keys, and by the lower eight where
-                the upper ones are the top_k-th largest's own; that then is known
-    mass        a chunk's probability, of what is not below it
-    draw        the token that a random number means, in the order of ids
-
-Greedy, `best` and `draw` are enough; without top_k, `mass` also.
+    best    programs share a row's logits: the largest, and the largest of each group of ids
+    pick    a program has a row. At least top_k logits are as large as the top_k-th largest of the
+            groups' largest, so the groups below it are left out. What is left, a few at a time, is
+            counted by the upper eight bits of the keys, then by the lower eight where the upper
+            ones are the top_k-th largest's own, which then is known; then comes the probability of
+            all that is not below it, and then the token that a random number means, in the order
+            of ids
 
 Dimensions: B rows, V ids.
 """
@@ -23,9 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK, WARPS = 2048, 4  # ids of a program
-GROUP = 32  # ids of which `limit` knows the largest
-BINS = 256
+CHUNK, WARPS = 2048, 4  # ids of a program of `best`
+GROUP = 32  # ids of which the largest is kept
+GROUPS = 128  # that `pick` looks at together
+BINS = tl.constexpr(256)
+NONE = tl.constexpr(2147483647)  # larger than any id
 BAD = tl.constexpr(1 << 62)  # in place of a largest key: a logit is not finite
 
 
@@ -45,115 +45,104 @@ def value(key):
 
 
 @triton.jit
-def chunk(logits, stride, c, V, CHUNK: tl.constexpr):
-    """Ids of chunk c of this program's row, which of them exist, and the keys of their logits."""
-    j = c * CHUNK + tl.arange(0, CHUNK)
-    row = logits + tl.program_id(0).to(tl.int64) * stride
-    return j, j < V, ordered(tl.load(row + j, j < V, 0.0))
-
-
-@triton.jit
 def best_kernel(logits, stride, top, largest, V, GROUP: tl.constexpr, CHUNK: tl.constexpr):
-    """top (B,): the row's largest key in the upper half, and in the lower one 2^31 - 1 minus the
-    first id that has it; largest (B, chunks * CHUNK / GROUP): of each group. Where one is not
-    finite (or as large as only two of the numbers' exponents are), top is BAD."""
+    """top (B,): the row's largest key in the upper half, and in the lower one NONE minus the first
+    id that has it; largest (B, chunks * CHUNK / GROUP): of each group. Where one is not finite (or
+    as large as only two of the numbers' exponents are), top is BAD."""
     b, c = tl.program_id(0), tl.program_id(1)
     groups: tl.constexpr = CHUNK // GROUP
-    j, exists, key = chunk(logits, stride, c, V, CHUNK)
+    j = c * CHUNK + tl.arange(0, CHUNK)
+    exists = j < V
+    key = ordered(tl.load(logits + b.to(tl.int64) * stride + j, exists, 0.0))
     bad = tl.max((exists & ((key >> 8 == 0) | (key >> 8 == 255))).to(tl.int32), 0)
     key = tl.where(exists, key, 0)
     best = tl.max(key, 0)
-    first = tl.min(tl.where(key == best, j, 2147483647), 0)
-    packed = (best.to(tl.int64) << 32) + 2147483647 - first
+    first = tl.min(tl.where(key == best, j, NONE), 0)
+    packed = (best.to(tl.int64) << 32) + NONE - first
     tl.atomic_max(top + b, tl.where(bad > 0, BAD, packed))
     at = (b * tl.num_programs(1) + c) * groups + tl.arange(0, groups)
     tl.store(largest + at, tl.max(tl.reshape(key, (groups, GROUP)), 1))
 
 
 @triton.jit
-def limit_kernel(largest, limit, n, top_k, BLOCK: tl.constexpr):
-    """limit (B,): the top_k-th of n keys of the row, bit by bit, 0 if there are not so many."""
-    i = tl.arange(0, BLOCK)
-    key = tl.load(largest + tl.program_id(0) * n + i, i < n, 0)
+def kth_largest(key, k):
+    """Of keys, bit by bit; 0 if there are not so many."""
     found = tl.full((), 0, tl.int32)
     for bit in tl.static_range(16):
         trial = found | (32768 >> bit)
-        found = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= top_k, trial, found)
-    tl.store(limit + tl.program_id(0), found)
+        found = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= k, trial, found)
+    return found
 
 
 @triton.jit
-def cut(counts, k, BINS: tl.constexpr):
+def cut(counts, k):
     """The bin in which the k-th largest lies, and what is left of k within it."""
-    n = tl.load(counts + BINS - 1 - tl.arange(0, BINS))
-    above = tl.cumsum(n, 0) < k
-    return BINS - 1 - tl.sum(above.to(tl.int32), 0), k - tl.sum(tl.where(above, n, 0), 0)
+    upwards = tl.cumsum(counts, 0, reverse=True)  # in this bin and above
+    above = upwards < k
+    return BINS - 1 - tl.sum(above.to(tl.int32), 0), k - tl.max(tl.where(above, upwards, 0), 0)
 
 
 @triton.jit
-def count_kernel(logits, stride, counts, limit, V, top_k, ROUND: tl.constexpr, BINS: tl.constexpr,
-                 CHUNK: tl.constexpr):
-    """Of keys from the limit on, round 0: by their upper bits; 1: by the lower ones. These are few
-    unless many are equal: each is an addition in memory."""
-    b = tl.program_id(0)
-    counts += b * 2 * BINS
-    _, exists, key = chunk(logits, stride, tl.program_id(1), V, CHUNK)
-    counted, bin = exists & (key >= tl.load(limit + b)), key >> 8
-    if ROUND == 1:
-        upper, _ = cut(counts, top_k, BINS)
-        counted, bin = counted & (bin == upper), BINS + (key & 255)
-    tl.atomic_add(counts + bin, 1, counted, sem="relaxed")
+def candidates(logits, groups, n, i0, V, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Ids of n groups from the i0-th on, in their order, which of them exist, and their keys."""
+    i = i0 + tl.arange(0, GROUPS)
+    j = tl.load(groups + i, i < n, 0)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    exists = (i < n)[:, None] & (j < V)
+    key = ordered(tl.load(logits + j, exists, 0.0))
+    flat: tl.constexpr = GROUPS * GROUP
+    return tl.reshape(j, (flat,)), tl.reshape(exists, (flat,)), tl.reshape(key, (flat,))
 
 
 @triton.jit
-def least_key(counts, top_k, TOP_K: tl.constexpr, BINS: tl.constexpr):
-    """What is below this key is never chosen."""
-    least = tl.full((), 0, tl.int32)
-    if TOP_K:
-        upper, rest = cut(counts, top_k, BINS)
-        lower, _ = cut(counts + BINS, rest, BINS)
-        least = upper * 256 + lower
-    return least
-
-
-@triton.jit
-def weight(key, top, temperature):
-    """The probability of a key, but for a factor of the row."""
-    return tl.exp((value(key) - value((top >> 32).to(tl.int32) & 65535)) / temperature)
-
-
-@triton.jit
-def mass_kernel(logits, stride, counts, top, mass, V, temperature, top_k, TOP_K: tl.constexpr,
-                BINS: tl.constexpr, CHUNK: tl.constexpr):
-    b, c = tl.program_id(0), tl.program_id(1)
-    least = least_key(counts + b * 2 * BINS, top_k, TOP_K, BINS)
-    _, exists, key = chunk(logits, stride, c, V, CHUNK)
-    p = tl.where(exists & (key >= least), weight(key, tl.load(top + b), temperature), 0.0)
-    tl.store(mass + b * tl.num_programs(1) + c, tl.sum(p, 0))
-
-
-@triton.jit
-def draw_kernel(logits, stride, counts, top, mass, u, count, ids, B, V, n_chunks, temperature,
-                top_k, GREEDY: tl.constexpr, TOP_K: tl.constexpr, BINS: tl.constexpr,
-                CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+def pick_kernel(logits, stride, top, largest, groups, u, count, ids, B, V, n_groups, temperature,
+                top_k, GREEDY: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr,
+                GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """A row's id by its number u, with GREEDY the first of the likeliest; -1 if top is BAD."""
-    b, i = tl.program_id(0), tl.arange(0, CHUNKS)
+    b = tl.program_id(0)
     best = tl.load(top + b)
-    chosen = 2147483647 - (best & 2147483647).to(tl.int32)
+    chosen = NONE - (best & NONE).to(tl.int32)
     if not GREEDY:
-        m = tl.load(mass + b * n_chunks + i, i < n_chunks, 0.0)
-        total = tl.cumsum(m, 0)
-        target = tl.load(u + tl.load(count) * B + b) * tl.max(total, 0)
-        # sums in another order may differ in the last digit: never beyond the last possible one
-        c = tl.sum(((total <= target) & (i < n_chunks)).to(tl.int32), 0)
-        c = tl.minimum(c, tl.max(tl.where(m > 0, i, 0), 0))
-        before = tl.sum(tl.where(i < c, m, 0.0), 0)
-        j, exists, key = chunk(logits, stride, c, V, CHUNK)
-        kept = exists & (key >= least_key(counts + b * 2 * BINS, top_k, TOP_K, BINS))
-        p = tl.where(kept, weight(key, best, temperature), 0.0)
-        passed = (before + tl.cumsum(p, 0) <= target) & exists
-        chosen = c * CHUNK + tl.sum(passed.to(tl.int32), 0)
-        chosen = tl.minimum(chosen, tl.max(tl.where(kept, j, 0), 0))
+        logits += b.to(tl.int64) * stride
+        groups += b * n_groups
+        i = tl.arange(0, BLOCK)
+        of_group = tl.load(largest + b * n_groups + i, i < n_groups, -1)
+        some = of_group >= 0
+        if TOP_K:
+            some = of_group >= kth_largest(of_group, top_k)
+        tl.store(groups + tl.cumsum(some.to(tl.int32), 0) - 1, i, some)
+        n = tl.sum(some.to(tl.int32), 0)
+        tl.debug_barrier()  # all threads have written
+        least = tl.full((), 0, tl.int32)
+        if TOP_K:
+            counts = tl.zeros((BINS,), tl.int32)
+            for i0 in tl.range(0, n, GROUPS):
+                j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
+                counts += tl.histogram(key >> 8, BINS, exists)
+            upper, rest = cut(counts, top_k)
+            counts = tl.zeros((BINS,), tl.int32)
+            for i0 in tl.range(0, n, GROUPS):
+                j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
+                counts += tl.histogram(key & 255, BINS, exists & (key >> 8 == upper))
+            lower, rest = cut(counts, rest)
+            least = upper * 256 + lower
+        highest = value((best >> 32).to(tl.int32) & 65535)
+        total = tl.full((), 0.0, tl.float32)
+        for i0 in tl.range(0, n, GROUPS):
+            j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
+            p = tl.exp((value(key) - highest) / temperature)
+            total += tl.sum(tl.where(exists & (key >= least), p, 0.0), 0)
+        target = tl.load(u + tl.load(count) * B + b) * total
+        chosen, last = NONE + tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+        before = tl.full((), 0.0, tl.float32)
+        for i0 in tl.range(0, n, GROUPS):
+            j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
+            kept = exists & (key >= least)
+            p = tl.where(kept, tl.exp((value(key) - highest) / temperature), 0.0)
+            passed = before + tl.cumsum(p, 0) > target
+            chosen = tl.minimum(chosen, tl.min(tl.where(kept & passed, j, NONE), 0))
+            last = tl.maximum(last, tl.max(tl.where(kept, j, 0), 0))
+            before += tl.sum(p, 0)
+        chosen = tl.minimum(chosen, last)  # sums in another order may differ in the last digit
     tl.store(ids + b, tl.where(best == BAD, -1, chosen))
 
 
@@ -161,28 +150,14 @@ def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float,
            top_k: int | None = None) -> Tensor:
     """`decoding.choose` of bfloat16 logits (B, V), by row `count` (1,) of the numbers u (n, B)."""
     (B, V), greedy, device = logits.shape, temperature < 1e-6, logits.device
-    if greedy:
-        temperature, top_k = 1.0, None
-    k, n_chunks = min(top_k or V, V), triton.cdiv(V, CHUNK)
-    # one fill makes all zero: a row's largest key, and its counts of both rounds
-    zeros = torch.zeros(B * (1 + BINS), dtype=torch.long, device=device)
-    top, counts = zeros, zeros[B:].view(torch.int32)
+    n_chunks = triton.cdiv(V, CHUNK)
     n_groups = n_chunks * CHUNK // GROUP
-    largest = torch.empty(B, n_groups, dtype=torch.int32, device=device)
-    mass = torch.empty(B, n_chunks, device=device)
+    top = torch.zeros(B, dtype=torch.long, device=device)
+    largest, groups = torch.empty(2, B, n_groups, dtype=torch.int32, device=device)
     ids = torch.empty(B, dtype=torch.long, device=device)
-    row, options = (logits, logits.stride(0)), dict(CHUNK=CHUNK, num_warps=WARPS)
-    best_kernel[B, n_chunks](*row, top, largest, V, GROUP=GROUP, **options)
-    options.update(BINS=BINS)
-    if top_k:
-        limit = torch.empty(B, dtype=torch.int32, device=device)
-        limit_kernel[B,](largest, limit, n_groups, k, BLOCK=triton.next_power_of_2(n_groups),
-                         num_warps=WARPS)
-        for i in range(2):
-            count_kernel[B, n_chunks](*row, counts, limit, V, k, ROUND=i, **options)
-    options.update(TOP_K=bool(top_k))
-    if not greedy:
-        mass_kernel[B, n_chunks](*row, counts, top, mass, V, temperature, k, **options)
-    draw_kernel[B,](*row, counts, top, mass, u, count, ids, B, V, n_chunks, temperature, k,
-                    GREEDY=greedy, CHUNKS=triton.next_power_of_2(n_chunks), **options)
+    row = logits, logits.stride(0), top, largest
+    best_kernel[B, n_chunks](*row, V, GROUP=GROUP, CHUNK=CHUNK, num_warps=WARPS)
+    pick_kernel[B,](*row, groups, u, count, ids, B, V, n_groups, 1.0 if greedy else temperature,
+                    min(top_k or V, V), GREEDY=greedy, TOP_K=bool(top_k), GROUP=GROUP,
+                    GROUPS=GROUPS, BLOCK=triton.next_power_of_2(n_groups), num_warps=8)
     return ids
