@@ -64,6 +64,8 @@ def save(fig, output: str):
         fig.savefig(path, dpi=130)
     except (OSError, ValueError) as error:  # ValueError: no such format
         raise UserError(f"output={output}: cannot write it ({error})") from None
+    finally:
+        plot().close(fig)  # pyplot would keep it
     print(path)
 
 
