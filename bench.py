@@ -390,7 +390,8 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
     def run_once():
         decoding.index.fill_(c.context)
         decoding.n.zero_()
-        decoding.filled = c.context
+        if not decoding.static:
+            decoding.steps.filled = c.context
         for _ in decoding.tokens(c.steps + 1):
             pass
 

@@ -21,7 +21,7 @@ import train
 from attention import Cache, Rows
 from baselines import named_configs
 from configurator import UserError, key, parse
-from decoding import Schedule, fast_steps, move_on, ready, record
+from decoding import Schedule, ready, record, steps_of
 from flops import flops_per_token, store_flops
 from model import Decoder, ModelConfig
 from pool import build
@@ -385,7 +385,7 @@ class Prefill:
 
     def __init__(self, model: Decoder, idx: Tensor, schedule: Schedule, graph: bool):
         self.model, self.idx, self.schedule, self.graph = model, idx, schedule, None
-        self.steps = 1
+        self.replays = 1
         if graph and schedule.solver == "autoregressive":
             self.prepare_steps()
             self.graph = record(self.step, self.rewind)
@@ -396,21 +396,20 @@ class Prefill:
         self.schedule(self.model, self.idx, keep_cache=True)
 
     def prepare_steps(self):
-        B, self.steps = self.idx.shape
+        B, self.replays = self.idx.shape
         self.column = self.idx.new_zeros(1)
         self.index, self.start = self.idx.new_zeros(B), self.idx.new_zeros(B)
         like = self.model.embed_tokens(self.idx[:, 0])
-        self.cache = self.model.new_cache(B, self.steps, like=like)
-        self.fast = fast_steps(self.model, self.cache, like)
+        cache = self.model.new_cache(B, self.replays, like=like)
+        self.steps = steps_of(self.model, cache, like)
 
     def step(self):
         token = self.idx.index_select(1, self.column)[:, 0]
-        move_on(self.model, self.cache, self.fast, token, self.index, self.start, self.column)
-        if self.fast is not None:
-            self.fast.finish()
+        self.steps(token, self.index, self.start, self.column)
+        self.steps.finish()
 
     def rewind(self):
-        if self.steps > 1:
+        if self.replays > 1:
             for t in (self.column, self.index, self.start):
                 t.zero_()
 
@@ -418,5 +417,5 @@ class Prefill:
         if self.graph is None:
             return self.run()
         self.rewind()
-        for _ in range(self.steps):
+        for _ in range(self.replays):
             self.graph.replay()

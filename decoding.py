@@ -116,25 +116,40 @@ def next_start(model: Decoder, token: Tensor, index: Tensor, start: Tensor) -> T
     return start if eos_id is None else torch.where(token == eos_id, index + 1, start)
 
 
-def fast_steps(model: Decoder, cache: Cache, like: Tensor):
-    """`decode_kernels.Steps` on a cache of fixed size, if they serve states like these, or None."""
-    if decode_kernels is None or not decode_kernels.serve(model, like):
-        return None
-    return decode_kernels.Steps(model, cache)
+class PlainSteps:
+    """`step` and what comes with it, as decode_kernels.Steps has it for few rows on a GPU."""
+
+    def __init__(self, model: Decoder, cache: Cache, filled: int | None = None):
+        """filled: columns in use before the first step; attention then gets a view up to the newest
+        one. None: it gets all, and knows from the device which ones to read."""
+        self.model, self.cache, self.filled = model, cache, filled
+
+    def __call__(self, ids: Tensor, index: Tensor, start: Tensor, count: Tensor) -> Tensor:
+        """`step`; index, start and count are the next token's then. Id -1, a mark of bad logits, is
+        as good as any."""
+        cache, ids = self.cache, ids.clamp(min=0)
+        if self.filled is not None:
+            self.filled += 1
+            cache = Cache(cache.k[:, :, :self.filled], cache.v[:, :, :self.filled], cache.sink,
+                          cache.weights)
+        h = step(self.model, cache, ids, index, start)
+        start.copy_(next_start(self.model, ids, index, start))
+        index += 1
+        count += 1
+        return h
+
+    def logits(self, h: Tensor) -> Tensor:
+        return self.model.logits(h)
+
+    def finish(self):
+        """Nothing goes on beside the step."""
 
 
-def move_on(model: Decoder, cache: Cache, fast, token: Tensor, index: Tensor, start: Tensor,
-            count: Tensor) -> Tensor:
-    """A step, by `fast` (which is to be finished) or as it stands above; index, start and count are
-    the next token's then. Token -1, a mark of bad logits, is as good as any."""
-    if fast is not None:
-        return fast(token, index, start, count)
-    token = token.clamp(min=0)
-    h = step(model, cache, token, index, start)
-    start.copy_(next_start(model, token, index, start))
-    index += 1
-    count += 1
-    return h
+def steps_of(model: Decoder, cache: Cache, like: Tensor, filled: int | None = None):
+    """Steps on states like these, by kernels of their own if these serve them."""
+    if decode_kernels is not None and decode_kernels.serve(model, like):
+        return decode_kernels.Steps(model, cache)
+    return PlainSteps(model, cache, filled)
 
 
 def choose(logits: Tensor, u: Tensor, temperature: float, top_k: int | None = None,
@@ -220,40 +235,30 @@ class Decoding:
     """A batch in the middle of being decoded: its cache, and what a step needs and renews; on CUDA
     a step is recorded once, as a CUDA graph.
 
-    A step changes tensors in place, no shape, and waits for nothing. Attention knows from the
-    device which columns to read; unless `static`, it gets a view up to the newest column.
+    A step changes tensors in place, no shape, and waits for nothing. Unless `static`, attention
+    gets a view of the cache up to the newest column.
     """
 
     def __init__(self, model: Decoder, h: Tensor, cache: Cache, index: Tensor, start: Tensor,
                  choice: Callable[[Tensor, Tensor], Tensor], filled: int = 0,
                  static: bool | None = None):
         """h (B, D), final states of the last tokens, yield the first ids; these will stand at
-        columns index (B,) < filled + 1 of documents that begin at start (B,)."""
-        self.model, self.cache, self.choice = model, cache, choice
-        self.fast = fast_steps(model, cache, h)
-        self.logits = model.logits if self.fast is None else self.fast.logits
+        columns index (B,) < filled + 1 of documents that begin at start (B,). static: None: on
+        CUDA."""
+        self.static = h.is_cuda if static is None else static
+        self.steps = steps_of(model, cache, h, None if self.static else filled)
+        self.choice = choice
         self.index, self.start = index.clone(), start.clone()
         self.n = torch.zeros(1, dtype=torch.long, device=h.device)  # ids chosen before
-        ids = self.choice(self.logits(h), self.n)
+        ids = choice(self.steps.logits(h), self.n)
         self.ids = ids.clone(memory_format=torch.contiguous_format)
-        self.filled, self.static = filled, h.is_cuda if static is None else static
         self.graph = None
 
     def step(self):
         """Run the newest ids through the model and choose the next."""
-        h = move_on(self.model, self.visible(), self.fast, self.ids, self.index, self.start,
-                    self.n)
-        self.ids.copy_(self.choice(self.logits(h), self.n))
-        if self.fast is not None:
-            self.fast.finish()
-
-    def visible(self) -> Cache:
-        """The cache; where there is no need for a fixed size, up to the newest column."""
-        if self.static:
-            return self.cache
-        self.filled += 1
-        return Cache(self.cache.k[:, :, :self.filled], self.cache.v[:, :, :self.filled],
-                     self.cache.sink, self.cache.weights)
+        h = self.steps(self.ids, self.index, self.start, self.n)
+        self.ids.copy_(self.choice(self.steps.logits(h), self.n))
+        self.steps.finish()
 
     def capture(self):
         """Record a step as a CUDA graph; nothing has changed afterwards."""

@@ -217,7 +217,7 @@ def test_case_54_decoding_equals_full_computation(system, static):
 
     steps, _ = decoding.begin(model, [prompt], 21, greedy, "autoregressive", static=static)
     channels = system.get("n_channels", 3)  # (d) k of them, where vanilla has L = 3
-    assert steps.cache.k.shape == steps.cache.v.shape == (channels, 1, 30, 2, 6)
+    assert steps.steps.cache.k.shape == steps.steps.cache.v.shape == (channels, 1, 30, 2, 6)
     ids = [i for (i,) in steps.tokens(21)]
     full = model.logits(solve(model, torch.tensor([prompt + ids[:-1]])).final)[0, 8:]
     assert (full - torch.cat(logits)).abs().max() < 1e-10  # (a)
