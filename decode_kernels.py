@@ -39,7 +39,9 @@ from attention import Cache, Rows, is_fast
 from kernels import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pair
 from model import Block, Decoder, rotary_tables
 
-MAX_ROWS = 64  # more are left to model.states and cuBLAS
+# More rows and wider layers, in features, are left to model.states and cuBLAS: 16 rows of x have to
+# fit in a multiprocessor.
+MAX_ROWS, MAX_WIDTH = 64, 4096
 PART = 16  # rows that go up the stack together, at most
 # by rows: (features of a program, inner features of a warp at a time, warps)
 PRODUCT = {8: (8, 256, 4), 16: (8, 128, 4)}
@@ -346,6 +348,7 @@ def product(x: Tensor, w: Tensor, residual: Tensor | None = None, normed: bool =
     in w; `gated`, w (2 E, K) gives silu(gate) * up."""
     (B, K), E = x.shape, w.size(0) // (2 if gated else 1)
     block_e, most, warps = PRODUCT[min(n for n in PRODUCT if n >= B)]
+    warps *= 1 if K <= 2048 else 2  # for all columns of x to fit in registers
     block_k = min(most, max(16, triton.next_power_of_2(triton.cdiv(K, warps))))
     out = x.new_empty(B, E) if out is None else out
     product_kernel[triton.cdiv(E, block_e),](
@@ -427,7 +430,9 @@ def layer_of(block: Block) -> Layer:
 
 def serve(model: Decoder, h: Tensor) -> bool:
     """Are these kernels for a step of states h (B, D): few rows, on a GPU, weights with copies?"""
-    return (model.config.kv in ("vanilla", "whitematter") and is_fast(h) and len(h) <= MAX_ROWS
+    c = model.config
+    return (c.kv in ("vanilla", "whitematter") and is_fast(h) and len(h) <= MAX_ROWS
+            and max(c.n_embd, c.n_head * c.head_dim, c.n_hidden) <= MAX_WIDTH
             and hasattr(model.embed, "compute"))
 
 

@@ -169,6 +169,18 @@ def test_steps_equal_the_whole(system, few, monkeypatch):
     close(torch.stack(logits[1:], 1).cpu(), expected, 10 * TOL)
 
 
+@pytest.mark.parametrize("limit", ["MAX_ROWS", "MAX_WIDTH"])
+def test_what_is_left_to_the_plain_steps(limit, monkeypatch):
+    monkeypatch.setattr(decode_kernels, "is_fast", lambda x: True)
+    model = small_model(dtype=torch.float32)
+    h = model.embed_tokens(torch.zeros(3, dtype=torch.long))
+    assert not decode_kernels.serve(model, h)  # its weights have no copies
+    train.set_compute_copies(model, torch.float32)
+    assert decode_kernels.serve(model, h)
+    monkeypatch.setattr(decode_kernels, limit, 2)
+    assert not decode_kernels.serve(model, h)
+
+
 def test_attention_on_8200_keys(monkeypatch):
     monkeypatch.setattr(decode_kernels, "ATTENTION", (128, 4, 2))
     B, H, Hkv, S, d = 1, 2, 1, 8300, 16
