@@ -153,15 +153,27 @@ class PassLosses:
         return h
 
 
-def perplexities(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
-                 passes: int) -> list[float]:
-    """Perplexity of targets y (rows, T) after each of `passes` cyclic passes over tokens x."""
-    total = torch.zeros(passes, dtype=torch.float64)
+def batch_losses(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
+                 passes: int) -> Tensor:
+    """Losses (batches, passes) of targets y (rows, T) after each cyclic pass over tokens x."""
+    losses = []
     for xb, yb in zip(x.split(batch_size), y.split(batch_size)):
         with PassLosses(model, yb, n_groups) as watch:
             cyclic(model, xb, n_groups, passes, 0, keep_cache=False, measure=False)
-        total += torch.stack(watch.losses).double().cpu() * yb.numel()
-    return (total / y.numel()).exp().tolist()
+        losses.append(torch.stack(watch.losses).double().cpu())
+    return torch.stack(losses)
+
+
+def overall(losses: Tensor, y: Tensor, batch_size: int) -> list[float]:
+    """Perplexities after each pass from the losses (batches, passes) of targets y."""
+    rows = torch.tensor([len(yb) for yb in y.split(batch_size)])
+    return (rows.double() @ losses / len(y)).exp().tolist()
+
+
+def perplexities(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
+                 passes: int) -> list[float]:
+    """Perplexity of targets y (rows, T) after each of `passes` cyclic passes over tokens x."""
+    return overall(batch_losses(model, x, y, batch_size, n_groups, passes), y, batch_size)
 
 
 def is_close(perplexity: float, exact: float) -> bool:
@@ -235,7 +247,7 @@ def prefill_command(argv: list[str]):
     model, x, y = load(c, device)
     T = x.size(1)
     given = c.schedules and [schedule_named(text, T) for text in c.schedules.split(",")]
-    counted = train.pick_dtype(c.passes_dtype, device)
+    counted = train.pick_dtype(c.passes_dtype, device, "passes_dtype")
     what = "times only" if given else \
         f"perplexity of {len(x)} rows in {str(counted).removeprefix('torch.')}"
     print(f"{c.out_dir or 'random weights and tokens'}: L={model.config.n_layer}, "
@@ -259,10 +271,8 @@ def prefill_command(argv: list[str]):
 def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, timed: Timer) -> dict:
     """Passes, perplexities, times and residuals of groups from 1 to T."""
     T = x.size(1)
-    exact = exact_of_first = perplexities(model, x, y, c.batch_size, T, 1)[0]
-    if len(x) > c.batch_size:
-        few = slice(c.batch_size)
-        exact_of_first = perplexities(model, x[few], y[few], c.batch_size, T, 1)[0]
+    losses = batch_losses(model, x, y, c.batch_size, T, 1)
+    exact, exact_of_first = overall(losses, y, c.batch_size)[0], losses[0, 0].exp().item()
     schedules, limit = [], min(c.max_passes, T)
     print("     g  passes  perplexity  off by   s/sequence     tokens/s")
     for g in [2 ** i for i in range(7) if 2 ** i < T] + [T]:

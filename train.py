@@ -111,14 +111,14 @@ def pick_device(name: str = "auto") -> str:
     return name
 
 
-def pick_dtype(name: str, device: str) -> torch.dtype:
+def pick_dtype(name: str, device: str, setting: str = "dtype") -> torch.dtype:
     """Compute type on `device`: bfloat16 on cuda unless another is named."""
     names = {"float32": torch.float32, "fp32": torch.float32,
              "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
     if name in ("auto", ""):
         return torch.bfloat16 if device.startswith("cuda") else torch.float32
     if name not in names:
-        raise UserError(f"dtype={name}: choose auto, {', '.join(names)}")
+        raise UserError(f"{setting}={name}: choose auto, {', '.join(names)}")
     return names[name]
 
 

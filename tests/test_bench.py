@@ -400,7 +400,7 @@ def test_systems_command(tmp_path, monkeypatch, capsys):
     (["prefill", "--trials=0"], "trials=0: at least 1"),
     (["prefill", "--schedules=cyclic:3"], "'cyclic:3' is none of jacobi:PASSES"),
     (["prefill", "--schedules=jacobi:0"], "'jacobi:0' is none of"),
-    (["prefill", "--passes_dtype=half"], "dtype=half: choose auto"),
+    (["prefill", "--passes_dtype=half"], "passes_dtype=half: choose auto"),
     (["prefill", "--random=huge"], "random=huge: choose tiny or paper"),
     (["train", "--systems=vanilla,16"], "16: no system; choose vanilla, k16"),
     (["decode", "--systems=k17"], "k17: n_channels=17"),

@@ -512,7 +512,7 @@ def decoded(model, cache, ids, context, n, static, kv=None):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("B", [1, 5, 200])
+@pytest.mark.parametrize("B", [1, 5, 40, 200])
 @pytest.mark.parametrize("system", [dict(kv="vanilla"), dict(n_channels=4), dict(n_channels=2)],
                          ids=str)
 @torch.no_grad()
