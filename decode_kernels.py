@@ -234,6 +234,15 @@ def one_more(m, total, acc0, acc1, s, value, D1: tl.constexpr):
 
 
 @triton.jit
+def own_key(qkv, i, Hkv, gain, cos, sin, eps, dtype: tl.constexpr, D0: tl.constexpr,
+            D1: tl.constexpr):
+    """Key and value of heads i and i + Hkv, as projected, each a pair of a single row."""
+    one = tl.arange(0, 1) + i
+    k = turned(qkv, one * (D0 + D1), one >= 0, gain, cos, sin, eps, dtype, D0, D1)
+    return k, kernels.load_rows(qkv, (one + Hkv) * (D0 + D1), one >= 0, D0, D1)
+
+
+@triton.jit
 def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k1, v0, v1, part,
                      part_lse2, done, out, start, stop, sink_k, sink_v, scale2, eps, S, H, Hkv,
                      G: tl.constexpr, OWN: tl.constexpr, SINK: tl.constexpr, SPLITS: tl.constexpr,
@@ -253,7 +262,7 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
         fetch(keys + at, some, AHEAD * d, (hi - lo) * Hkv * d)
         fetch(values + at, some, AHEAD * d, (hi - lo) * Hkv * d)
         tl.extra.cuda.gdc_wait()
-    g, zero = tl.arange(0, BLOCK_M), tl.arange(0, 1)
+    g = tl.arange(0, BLOCK_M)
     row = b * (H + 2 * Hkv if OWN else H)  # of qkv, in heads
     cos += b * (d // 2)
     sin += b * (d // 2)
@@ -268,14 +277,12 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
     acc0, acc1 = zeros_pair(BLOCK_M, D0, D1)
     if OWN:  # noqa: SIM102  (its pointers are None where there is none)
         if split == 0:
-            k = turned(qkv, (row + H + head + zero) * d, zero == 0, k_gain, cos, sin, eps, dtype,
-                       D0, D1)
-            v = kernels.load_rows(qkv, (row + H + Hkv + head + zero) * d, zero == 0, D0, D1)
-            s = row_dot(query, k, D1) * scale2
-            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s, v, D1)
-            slot = ((b.to(tl.int64) * S + tl.load(columns + b)) * Hkv + head) * d + zero
-            store_rows(keys, slot, zero == 0, k[0], k[1], D0, D1)
-            store_rows(values, slot, zero == 0, v[0], v[1], D0, D1)
+            k, v = own_key(qkv, row + H + head, Hkv, k_gain, cos, sin, eps, dtype, D0, D1)
+            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, row_dot(query, k, D1) * scale2, v,
+                                            D1)
+            slot = ((b.to(tl.int64) * S + tl.load(columns + b)) * Hkv + head) * d + tl.arange(0, 1)
+            store_rows(keys, slot, slot >= 0, k[0], k[1], D0, D1)
+            store_rows(values, slot, slot >= 0, v[0], v[1], D0, D1)
     for j0 in tl.range(lo, hi, BLOCK_N):
         k = kernels.load(k0, k1, b, j0, head, BLOCK_N, D0, D1)
         v = kernels.load(v0, v1, b, j0, head, BLOCK_N, D0, D1)
@@ -287,7 +294,7 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
         total = total * shrink + tl.sum(p, 1)
         acc0, acc1 = dot_add(p, v, acc0 * shrink[:, None], acc1 * shrink[:, None], D1)
         m = m_new
-    if EARLY:  # not before, as the weights that the next kernel fetches would not stay in the cache
+    if EARLY:  # not before, as the next kernel would take up room beside other parts' programs
         tl.extra.cuda.gdc_launch_dependents()
     if SINK:  # noqa: SIM102
         if split == 0:
@@ -296,18 +303,28 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
     safe = tl.where(total > 0, total, 1.0)
     acc0 /= safe[:, None]
     acc1 /= safe[:, None]
-    rows = tl.program_id(0) * G + g  # of out: head * G + g within row b
+    lse2 = tl.where(total > 0, m + tl.log2(safe), float("-inf"))
+    hand_over(acc0, acc1, lse2, g, part, part_lse2, done, out, G, SPLITS, D0, D1, BLOCK_D)
+
+
+@triton.jit
+def hand_over(acc0, acc1, lse2, g, part, part_lse2, done, out, G: tl.constexpr,
+              SPLITS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What queries g < G read of a share, to `out` if it is the only one; else beside the others,
+    which the last program to come adds up."""
+    d: tl.constexpr = D0 + D1
+    head = tl.program_id(0)
+    rows, stride = head * G + g, tl.num_programs(0) * G
     if SPLITS == 1:
         store_rows(out, rows * d, g < G, acc0, acc1, D0, D1)
     else:
-        stride = tl.num_programs(0) * G
-        store_rows(part + split * stride * d, rows * d, g < G, acc0, acc1, D0, D1)
-        tl.store(part_lse2 + split * stride + rows,
-                 tl.where(total > 0, m + tl.log2(safe), float("-inf")), g < G)
+        first = tl.program_id(1) * stride
+        store_rows(part + first * d, rows * d, g < G, acc0, acc1, D0, D1)
+        tl.store(part_lse2 + first + rows, lse2, g < G)
         tl.debug_barrier()  # all threads of the program have written
-        if tl.atomic_add(done + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1:
+        if tl.atomic_add(done + head, 1, sem="acq_rel") == SPLITS - 1:
             merge(part, part_lse2, out, stride, G, SPLITS, d, BLOCK_D)
-            tl.store(done + tl.program_id(0), 0)  # for the next step
+            tl.store(done + head, 0)  # for the next step
 
 
 @triton.jit
@@ -372,13 +389,13 @@ def head(x: Tensor, w: Tensor, early: bool = True, eps: float = 1e-6) -> Tensor:
 
 
 class Scratch:
-    """What the programs of `attention` hand each other, for B rows and a cache of S columns."""
+    """What the programs of `attention` hand each other; `splits` share the keys of a row."""
 
     def __init__(self, cache: Tensor, B: int, H: int, splits: int):
         Hkv, d = cache.shape[-2:]
         self.splits = splits
-        self.part = cache.new_empty(self.splits, B, H, d, dtype=torch.float32)
-        self.lse2 = cache.new_empty(self.splits, B, H, dtype=torch.float32)
+        self.part = cache.new_empty(splits, B, H, d, dtype=torch.float32)
+        self.lse2 = cache.new_empty(splits, B, H, dtype=torch.float32)
         self.done = cache.new_zeros(B * Hkv, dtype=torch.int32)
 
 
@@ -408,7 +425,7 @@ def attention(qkv: Tensor, layer: Layer, k: Tensor, v: Tensor, rows: Rows, sink,
 class Layer(NamedTuple):
     """A block's weights for one token per row; the gains of the norms before them are in them."""
 
-    qkv: Tensor  # (F d, D), of queries and, where it projects them itself, keys and values
+    qkv: Tensor  # (E, D), of queries and, where it projects them itself, keys and values
     q_norm: Tensor
     k_norm: Tensor | None
     o: Tensor
