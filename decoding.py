@@ -139,6 +139,7 @@ class PlainSteps:
         return h
 
     def logits(self, h: Tensor) -> Tensor:
+        """Logits (B, V) of final states h (B, D)."""
         return self.model.logits(h)
 
     def finish(self):
