@@ -20,7 +20,7 @@ its end.
 
 Dimensions: B rows, D width, K inner and E outer features of a product, H query heads, Hkv
 key-value heads, G = H / Hkv, d head size (its halves are rotated), S columns of the cache. Rows are
-padded to the 16 that a matrix unit takes. The pieces of attention are those of kernels.py.
+padded to the 16 that a matrix unit takes.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from torch import Tensor
 
 import kernels
 from attention import Cache, Rows, is_fast
-from kernels import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pair
+from kernels import LOG2E, load_sink, row_dot
 from model import Block, Decoder, rotary_tables
 
 # More rows and wider layers, in features, are left to model.states and cuBLAS: 16 rows of x have to
 # fit in a multiprocessor.
 MAX_ROWS, MAX_WIDTH = 64, 4096
-PART = 16  # rows that go up the stack together, at most
-# by rows: (features of a program, inner features of a warp at a time, warps)
-PRODUCT = {8: (8, 256, 4), 16: (8, 128, 4)}
+PART = 13  # rows that go up the stack together, at most
+RING = 3  # parts that attend at a time
+PRODUCT = (8, 128, 4)  # features of a program, inner features of a warp at a time, warps
 # by padded rows: (features of a program, inner features at a time, warps, stages)
 HEAD = {16: (128, 64, 4, 5), 32: (128, 64, 4, 5), 64: (128, 64, 4, 4)}
-ATTENTION = (64, 4, 2)  # keys at a time, warps, stages
-AHEAD = 32  # keys of a share that are fetched early
+ATTENTION = (32, 2, 3, 144)  # keys at a time, warps, stages, registers
+AHEAD = 16  # keys of a share that are fetched early
 
 
 @triton.jit
@@ -243,12 +243,55 @@ def own_key(qkv, i, Hkv, gain, cos, sin, eps, dtype: tl.constexpr, D0: tl.conste
 
 
 @triton.jit
-def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k1, v0, v1, part,
-                     part_lse2, done, out, start, stop, sink_k, sink_v, scale2, eps, S, H, Hkv,
+def read_keys(query, keys, values, lo, hi, stride, scale2, BLOCK_M: tl.constexpr,
+              BLOCK_N: tl.constexpr, WARPS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    """The running softmax of packed queries over keys lo..hi-1 of a head, which are `stride` apart.
+    Each warp reads keys of its own, so that none waits for another before the end."""
+    N: tl.constexpr = BLOCK_N // WARPS
+    REST: tl.constexpr = D1 if D1 > 0 else 16
+    q0 = tl.broadcast_to(query[0][None, :, :], (WARPS, BLOCK_M, D0))
+    q1 = q0
+    if D1 > 0:
+        q1 = tl.broadcast_to(query[1][None, :, :], (WARPS, BLOCK_M, D1))
+    # a finite lower bound in place of -inf: exp2(-inf - m) is 0 for a row without keys, never NaN
+    m = tl.full((WARPS, BLOCK_M), -1e30, tl.float32)
+    total = tl.zeros((WARPS, BLOCK_M), tl.float32)
+    acc0 = tl.zeros((WARPS, BLOCK_M, D0), tl.float32)
+    acc1 = tl.zeros((WARPS, BLOCK_M, REST), tl.float32)
+    n = tl.arange(0, WARPS)[:, None] * N + tl.arange(0, N)[None, :]
+    c0, c1 = tl.arange(0, D0)[None, None, :], D0 + tl.arange(0, REST)[None, None, :]
+    for j0 in tl.range(lo, hi, BLOCK_N):
+        j = j0 + n
+        there = (j < hi)[:, :, None]
+        at = (j * stride)[:, :, None]
+        k = tl.load(keys + at + c0, there, 0.0)
+        s = tl.dot(q0, tl.permute(k, (0, 2, 1)))
+        if D1 > 0:
+            k = tl.load(keys + at + c1, there, 0.0)
+            s = tl.dot(q1, tl.permute(k, (0, 2, 1)), s)
+        s = tl.where((j < hi)[:, None, :], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 2) * scale2)
+        p = tl.exp2(s * scale2 - m_new[:, :, None])
+        shrink = tl.exp2(m - m_new)
+        total = total * shrink + tl.sum(p, 2)
+        p = p.to(keys.dtype.element_ty)
+        acc0 = tl.dot(p, tl.load(values + at + c0, there, 0.0), acc0 * shrink[:, :, None])
+        if D1 > 0:
+            acc1 = tl.dot(p, tl.load(values + at + c1, there, 0.0), acc1 * shrink[:, :, None])
+        m = m_new
+    top = tl.max(m, 0)
+    weight = tl.exp2(m - top[None, :])
+    return (top, tl.sum(total * weight, 0), tl.sum(acc0 * weight[:, :, None], 0),
+            tl.sum(acc1 * weight[:, :, None], 0))
+
+
+@triton.jit
+def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, part, part_lse2, done,
+                     out, start, stop, sink_k, sink_v, scale2, eps, S, H, Hkv,
                      G: tl.constexpr, OWN: tl.constexpr, SINK: tl.constexpr, SPLITS: tl.constexpr,
                      D0: tl.constexpr, D1: tl.constexpr, BLOCK_D: tl.constexpr,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
-                     EARLY: tl.constexpr):
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
+                     AHEAD: tl.constexpr, EARLY: tl.constexpr):
     """A share of the keys of one row and key-value head; BLOCK_M >= G packed queries."""
     d: tl.constexpr = D0 + D1
     dtype: tl.constexpr = keys.dtype.element_ty
@@ -267,39 +310,29 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
     cos += b * (d // 2)
     sin += b * (d // 2)
     query = turned(qkv, (row + head * G + g) * d, g < G, q_gain, cos, sin, eps, dtype, D0, D1)
-    k_sink, v_sink = query, query
-    if SINK:  # now, as nothing will wait for it after all other keys
-        k_sink, v_sink = load_sink(sink_k + head * d, D0, D1), load_sink(sink_v + head * d, D0, D1)
-
-    # a finite lower bound in place of -inf: exp2(-inf - m) is 0 for a row without keys, never NaN
-    m = tl.full((BLOCK_M,), -1e30, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc0, acc1 = zeros_pair(BLOCK_M, D0, D1)
-    if OWN:  # noqa: SIM102  (its pointers are None where there is none)
-        if split == 0:
-            k, v = own_key(qkv, row + H + head, Hkv, k_gain, cos, sin, eps, dtype, D0, D1)
-            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, row_dot(query, k, D1) * scale2, v,
-                                            D1)
-            slot = ((b.to(tl.int64) * S + tl.load(columns + b)) * Hkv + head) * d + tl.arange(0, 1)
-            store_rows(keys, slot, slot >= 0, k[0], k[1], D0, D1)
-            store_rows(values, slot, slot >= 0, v[0], v[1], D0, D1)
-    for j0 in tl.range(lo, hi, BLOCK_N):
-        k = kernels.load(k0, k1, b, j0, head, BLOCK_N, D0, D1)
-        v = kernels.load(v0, v1, b, j0, head, BLOCK_N, D0, D1)
-        j = j0 + tl.arange(0, BLOCK_N)[None, :]
-        s = tl.where(visible(lo, hi, j), dot_t(query, k, D1), float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * scale2)
-        p = tl.exp2(s * scale2 - m_new[:, None])
-        shrink = tl.exp2(m - m_new)
-        total = total * shrink + tl.sum(p, 1)
-        acc0, acc1 = dot_add(p, v, acc0 * shrink[:, None], acc1 * shrink[:, None], D1)
-        m = m_new
+    first = (b.to(tl.int64) * S * Hkv + head) * d
+    # scores of the token's own key and of the sink now: the loop needs the queries' registers
+    s_own, v_own, s_sink, v_sink = 0.0, query, 0.0, query
+    if OWN:  # its pointers are None where there is none
+        k, v_own = own_key(qkv, row + H + head, Hkv, k_gain, cos, sin, eps, dtype, D0, D1)
+        s_own = row_dot(query, k, D1) * scale2
+        slot = first + tl.load(columns + b) * Hkv * d + tl.arange(0, 1)
+        once = (slot >= 0) & (split == 0)
+        store_rows(keys, slot, once, k[0], k[1], D0, D1)
+        store_rows(values, slot, once, v_own[0], v_own[1], D0, D1)
+    if SINK:
+        s_sink = row_dot(query, load_sink(sink_k + head * d, D0, D1), D1) * scale2
+        v_sink = load_sink(sink_v + head * d, D0, D1)
+    m, total, acc0, acc1 = read_keys(query, keys + first, values + first, lo, hi, Hkv * d, scale2,
+                                     BLOCK_M, BLOCK_N, WARPS, D0, D1)
     if EARLY:  # not before, as the next kernel would take up room beside other parts' programs
         tl.extra.cuda.gdc_launch_dependents()
+    if OWN:  # noqa: SIM102
+        if split == 0:
+            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s_own, v_own, D1)
     if SINK:  # noqa: SIM102
         if split == 0:
-            s = row_dot(query, k_sink, D1) * scale2
-            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s, v_sink, D1)
+            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s_sink, v_sink, D1)
     safe = tl.where(total > 0, total, 1.0)
     acc0 /= safe[:, None]
     acc1 /= safe[:, None]
@@ -364,7 +397,7 @@ def product(x: Tensor, w: Tensor, residual: Tensor | None = None, normed: bool =
     """x (B, K) @ w (E, K)^T -> (B, E), B <= 16. With `normed`, of the RMSNorm of x, whose gain is
     in w; `gated`, w (2 E, K) gives silu(gate) * up."""
     (B, K), E = x.shape, w.size(0) // (2 if gated else 1)
-    block_e, most, warps = PRODUCT[min(n for n in PRODUCT if n >= B)]
+    block_e, most, warps = PRODUCT
     warps *= 1 if K <= 2048 else 2  # for all columns of x to fit in registers
     block_k = min(most, max(16, triton.next_power_of_2(triton.cdiv(K, warps))))
     out = x.new_empty(B, E) if out is None else out
@@ -408,17 +441,16 @@ def attention(qkv: Tensor, layer: Layer, k: Tensor, v: Tensor, rows: Rows, sink,
     H = qkv.size(1) // d - 2 * Hkv * own
     kernels.check(qkv[:, None, :H * d].unflatten(-1, (H, d)), k, rows.start, rows.stop, k, v)
     d0 = 1 << (d.bit_length() - 1)
-    c = dict(D0=d0, D1=d - d0, BLOCK_D=triton.next_power_of_2(d))
-    block_n, warps, stages = ATTENTION
+    block_n, warps, stages, registers = ATTENTION
     sink_k, sink_v = (None, None) if sink is None else (s.contiguous() for s in sink)
     out = qkv.new_empty(B, H * d)
     attention_kernel[B * Hkv, scratch.splits](
-        qkv, layer.q_norm, layer.k_norm, rows.cos, rows.sin, rows.columns, k, v,
-        *kernels.tiles(block_n, 0, c, k, v), scratch.part, scratch.lse2, scratch.done, out,
-        rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E, eps, S, H, Hkv, G=H // Hkv,
-        OWN=own, SINK=sink is not None, SPLITS=scratch.splits,
-        BLOCK_M=max(16, triton.next_power_of_2(H // Hkv)), BLOCK_N=block_n, **c,
-        AHEAD=AHEAD, num_warps=warps, num_stages=stages, **launch())
+        qkv, layer.q_norm, layer.k_norm, rows.cos, rows.sin, rows.columns, k, v, scratch.part,
+        scratch.lse2, scratch.done, out, rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E,
+        eps, S, H, Hkv, G=H // Hkv, OWN=own, SINK=sink is not None, SPLITS=scratch.splits, D0=d0,
+        D1=d - d0, BLOCK_D=triton.next_power_of_2(d),
+        BLOCK_M=max(16, triton.next_power_of_2(H // Hkv)), BLOCK_N=block_n, WARPS=warps,
+        AHEAD=AHEAD, num_warps=warps, num_stages=stages, maxnreg=registers, **launch())
     return out
 
 
@@ -466,8 +498,9 @@ class Steps:
     """Steps of B rows on a cache of fixed size.
 
     Attention keeps the memory busy and little else, products the rest: so parts of the rows go up
-    the stack side by side, and while one attends, others multiply. What goes to the cache after a
-    step is computed while the next token is chosen: `finish` waits for it.
+    the stack side by side, and while some attend, others multiply. They take turns at attention, as
+    those that attended all at once would multiply all at once. What goes to the cache after a step
+    is computed while the next token is chosen: `finish` waits for it.
     """
 
     def __init__(self, model: Decoder, cache: Cache):
@@ -484,12 +517,13 @@ class Steps:
         self.head = folded(model.norm, model.embed)
         self.side = torch.cuda.Stream() if like.is_cuda else None
         self.parts, r = [], self.rows
-        for first in range(0, B, PART):
-            n = min(PART, B - first)
+        size = triton.cdiv(B, triton.cdiv(B, PART))
+        for first in range(0, B, size):
+            n = min(size, B - first)
             at = slice(first, first + n)
             rows = Rows(*(t[at] for t in (r.columns, r.start, r.stop, r.cos, r.sin)))
-            # so many programs that the attention of two parts fills the device
-            scratch = Scratch(like, n, c.n_head, kernels.splits_of(min(B, 2 * n) * Hkv, S))
+            # so many programs that the parts whose turn it is fill the device
+            scratch = Scratch(like, n, c.n_head, kernels.splits_of(min(B, RING * n) * Hkv, S))
             stream = torch.cuda.Stream() if first and like.is_cuda else None
             self.parts.append(Part(at, rows, scratch, stream))
 
@@ -498,9 +532,8 @@ class Steps:
         returns h[L] (B, D). Then index, start and count (1,) are those of the next tokens. All
         are contiguous."""
         model, rows, c = self.model, self.rows, self.model.config
-        embed = model.embed.compute
         place_kernel[len(ids),](
-            ids, index, start, count, embed, *self.tables, self.h, rows.cos, rows.sin,
+            ids, index, start, count, model.embed.compute, *self.tables, self.h, rows.cos, rows.sin,
             rows.columns, rows.start, rows.stop, len(ids), -1 if c.eos_id is None else c.eos_id,
             FIRST=int(model.has_dummy), D=c.n_embd, HALF=c.head_dim // 2,
             BLOCK_D=triton.next_power_of_2(c.n_embd),
@@ -519,22 +552,27 @@ class Steps:
 
     def states(self) -> list[Tensor]:
         """`Decoder.states` of the tokens that were placed, h[0..L] (B, 1, D)."""
+        turns = []
         for part in self.parts:
             fork(part.stream)
         for i in range(len(self.layers)):
             for part in self.parts:
                 with torch.cuda.stream(part.stream):
-                    self.up(i, part)
+                    self.up(i, part, turns)
         for part in self.parts:
             join(part.stream)
         return [x[:, None] for x in self.h]
 
-    def up(self, i: int, part: Part):
-        """Rows of a part through layer i."""
+    def up(self, i: int, part: Part, turns: list[torch.cuda.Event]):
+        """Rows of a part through layer i; turns: the ends of all parts' attention so far."""
         layer, j, x = self.layers[i], i % self.model.n_channels, self.h[i][part.at]
-        k, v = self.cache.k[j][part.at], self.cache.v[j][part.at]
         y = product(x, layer.qkv, normed=True, early=i > 0 or part.stream is None)
-        y = attention(y, layer, k, v, part.rows, self.cache.sinks[j], part.scratch)
+        if len(turns) >= RING:
+            torch.cuda.current_stream().wait_event(turns[-RING])
+        y = attention(y, layer, self.cache.k[j][part.at], self.cache.v[j][part.at], part.rows,
+                      self.cache.sinks[j], part.scratch)
+        if len(self.parts) > RING and y.is_cuda:
+            turns.append(torch.cuda.current_stream().record_event())
         x = product(y, layer.o, residual=x)
         y = product(x, layer.gate_up, normed=True, gated=True)
         product(y, layer.down, residual=x, out=self.h[i + 1][part.at])

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -186,14 +187,15 @@ class Choice:
     top_p: float
     n_ids: int | None  # ids from here on (padding of the vocabulary) are never drawn
 
-    def __call__(self, logits: Tensor, n: Tensor) -> Tensor:
-        """The n-th ids (B,), n (1,), from logits (B, V)."""
+    def __call__(self, logits: Tensor, n: Tensor, out: Tensor):
+        """The n-th ids, n (1,), from logits (B, V), to out (B,)."""
         logits = logits[:, :self.n_ids]
         if choose_kernels is not None and is_fast(logits) and self.top_p == 1 \
                 and logits.dtype == torch.bfloat16:
-            return choose_kernels.choose(logits, self.u, n, self.temperature, self.top_k)
-        u = self.u.index_select(0, n)[0]
-        return choose(logits, u, self.temperature, self.top_k, self.top_p)
+            choose_kernels.choose(logits, self.u, n, self.temperature, self.top_k, out)
+        else:
+            u = self.u.index_select(0, n)[0]
+            out.copy_(choose(logits, u, self.temperature, self.top_k, self.top_p))
 
 
 def draws(seed: int, n_tokens: int, n_rows: int) -> Tensor:
@@ -238,10 +240,13 @@ class Decoding:
 
     A step changes tensors in place, no shape, and waits for nothing. Unless `static`, attention
     gets a view of the cache up to the newest column.
+
+    The newest ids are in ids[newest]. The next step writes those after them to the other half, so
+    that they may leave for the host while it runs.
     """
 
     def __init__(self, model: Decoder, h: Tensor, cache: Cache, index: Tensor, start: Tensor,
-                 choice: Callable[[Tensor, Tensor], Tensor], filled: int = 0,
+                 choice: Callable[[Tensor, Tensor, Tensor], None], filled: int = 0,
                  static: bool | None = None):
         """h (B, D), final states of the last tokens, yield the first ids; these will stand at
         columns index (B,) < filled + 1 of documents that begin at start (B,). static: None: on
@@ -251,18 +256,19 @@ class Decoding:
         self.choice = choice
         self.index, self.start = index.clone(), start.clone()
         self.n = torch.zeros(1, dtype=torch.long, device=h.device)  # ids chosen before
-        ids = choice(self.steps.logits(h), self.n)
-        self.ids = ids.clone(memory_format=torch.contiguous_format)
-        self.graph = None
+        self.ids, self.newest = index.new_zeros(2, len(index)), 0
+        choice(self.steps.logits(h), self.n, self.ids[0])
+        self.graphs = []
+        self.side = torch.cuda.Stream() if h.is_cuda else None
 
-    def step(self):
-        """Run the newest ids through the model and choose the next."""
-        h = self.steps(self.ids, self.index, self.start, self.n)
-        self.ids.copy_(self.choice(self.steps.logits(h), self.n))
+    def step(self, newest: int):
+        """Run ids[newest] through the model and choose the next."""
+        h = self.steps(self.ids[newest], self.index, self.start, self.n)
+        self.choice(self.steps.logits(h), self.n, self.ids[1 - newest])
         self.steps.finish()
 
     def capture(self):
-        """Record a step as a CUDA graph; nothing has changed afterwards."""
+        """Record a step as a CUDA graph, for either half of ids; nothing has changed afterwards."""
         state = self.ids, self.index, self.start, self.n
         saved = [t.clone() for t in state]
 
@@ -270,20 +276,25 @@ class Decoding:
             for t, before in zip(state, saved):
                 t.copy_(before)
 
-        self.graph = record(self.step, undo)
+        self.graphs = [record(partial(self.step, newest), undo) for newest in range(2)]
 
     def advance(self):
-        if self.graph is None:
-            self.step()
+        if self.graphs:
+            self.graphs[self.newest].replay()
         else:
-            self.graph.replay()
+            self.step(self.newest)
+        self.newest = 1 - self.newest
 
     def fetch(self) -> Callable[[], list[int]]:
-        """Have the newest ids copied to the host; call the result to wait for them."""
-        if not self.ids.is_cuda:
-            return self.ids.clone().tolist
-        copy, done = self.ids.to("cpu", non_blocking=True), torch.cuda.Event()
-        done.record()
+        """Have the newest ids copied to the host; call the result to wait for them, before the step
+        after the next."""
+        ids = self.ids[self.newest]
+        if self.side is None:
+            return ids.clone().tolist
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            copy, done = ids.to("cpu", non_blocking=True), torch.cuda.Event()
+            done.record()
 
         def wait() -> list[int]:
             done.synchronize()

@@ -34,9 +34,9 @@ def close(mine, theirs, tol=TOL):
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several programs and several steps of each loop."""
-    monkeypatch.setattr(decode_kernels, "PRODUCT", {16: (16, 16, 4)})
+    monkeypatch.setattr(decode_kernels, "PRODUCT", (16, 16, 4))
     monkeypatch.setattr(decode_kernels, "HEAD", {16: (32, 64, 4, 2), 32: (32, 64, 4, 2)})
-    monkeypatch.setattr(decode_kernels, "ATTENTION", (16, 4, 2))
+    monkeypatch.setattr(decode_kernels, "ATTENTION", (64, 4, 2, None))
 
 
 @pytest.mark.parametrize("B, K, E", [(1, 128, 40), (3, 72, 24), (16, 64, 16)])
@@ -106,18 +106,21 @@ def test_choose_is_that_of_the_plain_path(how, monkeypatch):
     monkeypatch.setattr(choose_kernels, "CHUNK", 16)
     monkeypatch.setattr(choose_kernels, "GROUP", 4)
     monkeypatch.setattr(choose_kernels, "GROUPS", 2)
-    how = {"temperature": 0.8} | how
+    how = {"temperature": 0.8, "top_k": None} | how
     logits = (3 * randn(6, 40)).bfloat16()[:, :37]
     logits[4:] = logits[4:].round() / 4
     u = torch.rand(3, 6, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     u[2, 0], u[2, 1] = 0, 1 - 1e-6
     count = torch.tensor([2], device=DEVICE)
     plain = decoding.choose(logits, u[2], **how)
-    assert choose_kernels.choose(logits, u, count, **how).tolist() == plain.tolist()
+
+    mine = torch.empty_like(plain)
+    choose_kernels.choose(logits, u, count, **how, out=mine)
+    assert mine.tolist() == plain.tolist()
     logits[0, 5] = logits[2, 0] = torch.nan
     logits[3, 1], logits[5, 36] = torch.inf, -torch.inf
-    marked = choose_kernels.choose(logits, u, count, **how) == -1
-    assert marked.nonzero().flatten().tolist() == [0, 2, 3, 5]
+    choose_kernels.choose(logits, u, count, **how, out=mine)
+    assert (mine == -1).nonzero().flatten().tolist() == [0, 2, 3, 5]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -148,9 +151,9 @@ def test_steps_equal_the_whole(system, few, monkeypatch):
     cache = model.new_cache(B, S, like=model.embed_tokens(ids))
     script, logits = iter(ids.T.clone()), []
 
-    def forced(x, n):
+    def forced(x, n, out):
         logits.append(x)
-        return next(script)
+        out.copy_(next(script))
 
     monkeypatch.setattr(decode_kernels, "PART", 1)
     if not few:
@@ -182,7 +185,7 @@ def test_what_is_left_to_the_plain_steps(limit, monkeypatch):
 
 
 def test_attention_on_8200_keys(monkeypatch):
-    monkeypatch.setattr(decode_kernels, "ATTENTION", (128, 4, 2))
+    monkeypatch.setattr(decode_kernels, "ATTENTION", (128, 4, 2, None))
     B, H, Hkv, S, d = 1, 2, 1, 8300, 16
     q, cache = randn(B, H * d), randn(2, 1, B, S, Hkv, d, seed=1)
     start, stop = (torch.tensor([[n]], dtype=torch.int32, device=DEVICE) for n in (5, 8205))

@@ -211,9 +211,9 @@ def test_case_54_decoding_equals_full_computation(system, static):
     prompt = random_tokens(1, 9)[0].tolist()
     logits = []
 
-    def greedy(x, n):
+    def greedy(x, n, out):
         logits.append(x)
-        return x.argmax(-1)
+        out.copy_(x.argmax(-1))
 
     steps, _ = decoding.begin(model, [prompt], 21, greedy, "autoregressive", static=static)
     channels = system.get("n_channels", 3)  # (d) k of them, where vanilla has L = 3
@@ -234,9 +234,9 @@ def test_static_steps_with_documents(system):
     prompts = [[3, 5], [1], [4, 0, 2, 0], [8, 8, 1]]
     logits = []
 
-    def forced(x, n):
+    def forced(x, n, out):
         logits.append(x)
-        return next(script)
+        out.copy_(next(script))
 
     steps, _ = decoding.begin(model, prompts, 4, forced, "autoregressive", static=True)
     new = list(steps.tokens(4))
@@ -496,9 +496,9 @@ def decoded(model, cache, ids, context, n, static, kv=None):
         cache.put(slice(0, context), *kv)
     logits = []
 
-    def forced(x, i):
+    def forced(x, i, out):
         logits.append(x)
-        return ids[i.clamp(max=n - 1)]
+        out.copy_(ids[i.clamp(max=n - 1)])
 
     index, start = torch.tensor([context]), torch.tensor([0])
     steps = decoding.Decoding(model, model.embed_tokens(ids[:1]), cache, index, start, forced,
@@ -529,10 +529,10 @@ def test_graph_equals_eager(system, B):
         assert graph == eager
     choice = decoding.Choice(decoding.draws(0, 9, B).cuda(), 1.0, 50, 0.9, 500)
     steps, _ = decoding.begin(model, prompts, 9, choice)
-    steps.step()
+    steps.advance()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        steps.step()
+        steps.advance()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
