@@ -36,7 +36,7 @@ def small_blocks(monkeypatch):
     """Several programs and several steps of each loop."""
     monkeypatch.setattr(decode_kernels, "PRODUCT", (16, 16, 4))
     monkeypatch.setattr(decode_kernels, "HEAD", {16: (32, 64, 4, 2), 32: (32, 64, 4, 2)})
-    monkeypatch.setattr(decode_kernels, "ATTENTION", (64, 4, 2, None))
+    monkeypatch.setattr(decode_kernels, "ATTENTION", (16, 4, 2))
 
 
 @pytest.mark.parametrize("B, K, E", [(1, 128, 40), (3, 72, 24), (16, 64, 16)])
@@ -185,7 +185,7 @@ def test_what_is_left_to_the_plain_steps(limit, monkeypatch):
 
 
 def test_attention_on_8200_keys(monkeypatch):
-    monkeypatch.setattr(decode_kernels, "ATTENTION", (128, 4, 2, None))
+    monkeypatch.setattr(decode_kernels, "ATTENTION", (128, 4, 2))
     B, H, Hkv, S, d = 1, 2, 1, 8300, 16
     q, cache = randn(B, H * d), randn(2, 1, B, S, Hkv, d, seed=1)
     start, stop = (torch.tensor([[n]], dtype=torch.int32, device=DEVICE) for n in (5, 8205))
