@@ -36,7 +36,7 @@ from torch import Tensor
 
 import kernels
 from attention import Cache, Rows, is_fast
-from kernels import LOG2E, load_sink, row_dot
+from kernels import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pair
 from model import Block, Decoder, rotary_tables
 
 # More rows and wider layers, in features, are left to model.states and cuBLAS: 16 rows of x have to
@@ -243,56 +243,12 @@ def own_key(qkv, i, Hkv, gain, cos, sin, eps, dtype: tl.constexpr, D0: tl.conste
 
 
 @triton.jit
-def own_tile(x, b, j, head, FIRST: tl.constexpr, WARPS: tl.constexpr, N: tl.constexpr,
-             COLUMNS: tl.constexpr):
-    """Keys or values from j on, N for each warp."""
-    return x.load([b, j, head, 0, FIRST]).reshape(WARPS, N, COLUMNS)
-
-
-@triton.jit
-def read_keys(query, k0, k1, v0, v1, b, head, lo, hi, scale2, dtype: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, D0: tl.constexpr,
-              D1: tl.constexpr):
-    """The running softmax of packed queries over keys lo..hi-1 of a head. Each warp has keys of its
-    own, so that none waits for another's scores before the end."""
-    N: tl.constexpr = BLOCK_N // WARPS
-    q0 = tl.broadcast_to(query[0][None, :, :], (WARPS, BLOCK_M, D0))
-    q1 = q0
-    if D1 > 0:
-        q1 = tl.broadcast_to(query[1][None, :, :], (WARPS, BLOCK_M, D1))
-    # a finite lower bound in place of -inf: exp2(-inf - m) is 0 for a row without keys, never NaN
-    m = tl.full((WARPS, BLOCK_M), -1e30, tl.float32)
-    total = tl.zeros((WARPS, BLOCK_M), tl.float32)
-    acc0 = tl.zeros((WARPS, BLOCK_M, D0), tl.float32)
-    acc1 = tl.zeros((WARPS, BLOCK_M, D1 if D1 > 0 else 16), tl.float32)
-    n = tl.arange(0, WARPS)[:, None] * N + tl.arange(0, N)[None, :]
-    for j in tl.range(lo, hi, BLOCK_N):
-        s = tl.dot(q0, tl.permute(own_tile(k0, b, j, head, 0, WARPS, N, D0), (0, 2, 1)))
-        if D1 > 0:
-            s = tl.dot(q1, tl.permute(own_tile(k1, b, j, head, D0, WARPS, N, D1), (0, 2, 1)), s)
-        s = tl.where((j + n < hi)[:, None, :], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 2) * scale2)
-        p = tl.exp2(s * scale2 - m_new[:, :, None])
-        shrink = tl.exp2(m - m_new)
-        total = total * shrink + tl.sum(p, 2)
-        p = p.to(dtype)
-        acc0 = tl.dot(p, own_tile(v0, b, j, head, 0, WARPS, N, D0), acc0 * shrink[:, :, None])
-        if D1 > 0:
-            acc1 = tl.dot(p, own_tile(v1, b, j, head, D0, WARPS, N, D1), acc1 * shrink[:, :, None])
-        m = m_new
-    top = tl.max(m, 0)
-    weight = tl.exp2(m - top[None, :])
-    return (top, tl.sum(total * weight, 0), tl.sum(acc0 * weight[:, :, None], 0),
-            tl.sum(acc1 * weight[:, :, None], 0))
-
-
-@triton.jit
 def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k1, v0, v1, part,
                      part_lse2, done, out, start, stop, sink_k, sink_v, scale2, eps, S, H, Hkv,
                      G: tl.constexpr, OWN: tl.constexpr, SINK: tl.constexpr, SPLITS: tl.constexpr,
                      D0: tl.constexpr, D1: tl.constexpr, BLOCK_D: tl.constexpr,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
-                     AHEAD: tl.constexpr, EARLY: tl.constexpr):
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+                     EARLY: tl.constexpr):
     """A share of the keys of one row and key-value head; BLOCK_M >= G packed queries."""
     d: tl.constexpr = D0 + D1
     dtype: tl.constexpr = keys.dtype.element_ty
@@ -311,28 +267,39 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
     cos += b * (d // 2)
     sin += b * (d // 2)
     query = turned(qkv, (row + head * G + g) * d, g < G, q_gain, cos, sin, eps, dtype, D0, D1)
-    # scores of the token's own key and of the sink now: the loop needs the queries' registers
-    s_own, v_own, s_sink, v_sink = 0.0, query, 0.0, query
-    if OWN:  # its pointers are None where there is none
-        k, v_own = own_key(qkv, row + H + head, Hkv, k_gain, cos, sin, eps, dtype, D0, D1)
-        s_own = row_dot(query, k, D1) * scale2
-        slot = ((b.to(tl.int64) * S + tl.load(columns + b)) * Hkv + head) * d + tl.arange(0, 1)
-        once = (slot >= 0) & (split == 0)
-        store_rows(keys, slot, once, k[0], k[1], D0, D1)
-        store_rows(values, slot, once, v_own[0], v_own[1], D0, D1)
-    if SINK:
-        s_sink = row_dot(query, load_sink(sink_k + head * d, D0, D1), D1) * scale2
-        v_sink = load_sink(sink_v + head * d, D0, D1)
-    m, total, acc0, acc1 = read_keys(query, k0, k1, v0, v1, b, head, lo, hi, scale2, dtype, BLOCK_M,
-                                     BLOCK_N, WARPS, D0, D1)
+    k_sink, v_sink = query, query
+    if SINK:  # now, as nothing will wait for it after all other keys
+        k_sink, v_sink = load_sink(sink_k + head * d, D0, D1), load_sink(sink_v + head * d, D0, D1)
+
+    # a finite lower bound in place of -inf: exp2(-inf - m) is 0 for a row without keys, never NaN
+    m = tl.full((BLOCK_M,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc0, acc1 = zeros_pair(BLOCK_M, D0, D1)
+    if OWN:  # noqa: SIM102  (its pointers are None where there is none)
+        if split == 0:
+            k, v = own_key(qkv, row + H + head, Hkv, k_gain, cos, sin, eps, dtype, D0, D1)
+            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, row_dot(query, k, D1) * scale2, v,
+                                            D1)
+            slot = ((b.to(tl.int64) * S + tl.load(columns + b)) * Hkv + head) * d + tl.arange(0, 1)
+            store_rows(keys, slot, slot >= 0, k[0], k[1], D0, D1)
+            store_rows(values, slot, slot >= 0, v[0], v[1], D0, D1)
+    for j0 in tl.range(lo, hi, BLOCK_N):
+        k = kernels.load(k0, k1, b, j0, head, BLOCK_N, D0, D1)
+        v = kernels.load(v0, v1, b, j0, head, BLOCK_N, D0, D1)
+        j = j0 + tl.arange(0, BLOCK_N)[None, :]
+        s = tl.where(visible(lo, hi, j), dot_t(query, k, D1), float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale2)
+        p = tl.exp2(s * scale2 - m_new[:, None])
+        shrink = tl.exp2(m - m_new)
+        total = total * shrink + tl.sum(p, 1)
+        acc0, acc1 = dot_add(p, v, acc0 * shrink[:, None], acc1 * shrink[:, None], D1)
+        m = m_new
     if EARLY:  # not before, as the next kernel would take up room beside other parts' programs
         tl.extra.cuda.gdc_launch_dependents()
-    if OWN:  # noqa: SIM102
-        if split == 0:
-            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s_own, v_own, D1)
     if SINK:  # noqa: SIM102
         if split == 0:
-            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s_sink, v_sink, D1)
+            s = row_dot(query, k_sink, D1) * scale2
+            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s, v_sink, D1)
     safe = tl.where(total > 0, total, 1.0)
     acc0 /= safe[:, None]
     acc1 /= safe[:, None]
@@ -451,7 +418,7 @@ def attention(qkv: Tensor, layer: Layer, k: Tensor, v: Tensor, rows: Rows, sink,
         rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E, eps, S, H, Hkv, G=H // Hkv,
         OWN=own, SINK=sink is not None, SPLITS=scratch.splits,
         BLOCK_M=max(16, triton.next_power_of_2(H // Hkv)), BLOCK_N=block_n, **c,
-        WARPS=warps, AHEAD=AHEAD, num_warps=warps, num_stages=stages, **launch())
+        AHEAD=AHEAD, num_warps=warps, num_stages=stages, **launch())
     return out
 
 

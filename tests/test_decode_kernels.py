@@ -36,7 +36,7 @@ def small_blocks(monkeypatch):
     """Several programs and several steps of each loop."""
     monkeypatch.setattr(decode_kernels, "PRODUCT", (16, 16, 4))
     monkeypatch.setattr(decode_kernels, "HEAD", {16: (32, 64, 4, 2), 32: (32, 64, 4, 2)})
-    monkeypatch.setattr(decode_kernels, "ATTENTION", (64, 4, 2))
+    monkeypatch.setattr(decode_kernels, "ATTENTION", (16, 4, 2))
 
 
 @pytest.mark.parametrize("B, K, E", [(1, 128, 40), (3, 72, 24), (16, 64, 16)])
