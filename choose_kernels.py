@@ -23,7 +23,7 @@ from torch import Tensor
 from decode_kernels import begin, launch
 
 CHUNK, WARPS = 2048, 4  # ids of a program of `best`, and its warps
-PICK_WARPS = 16
+PICK_WARPS = 16  # of a program of `pick`
 GROUP = 16  # ids of which the largest is kept
 GROUPS = 256  # that `pick` looks at together
 NONE = tl.constexpr(2147483647)  # larger than any id
@@ -151,11 +151,11 @@ def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float, top_k: 
            out: Tensor):
     """`decoding.choose` of bfloat16 logits (B, V), by row `count` (1,) of the numbers u (n, B): ids
     to out (B,)."""
-    (B, V), greedy = logits.shape, temperature < 1e-6
+    (B, V), greedy, device = logits.shape, temperature < 1e-6, logits.device
     n_chunks = triton.cdiv(V, CHUNK)
     n_groups = n_chunks * CHUNK // GROUP
-    top = count.new_empty(B, n_chunks)
-    largest, groups = count.new_empty(2, B, n_groups, dtype=torch.int32)
+    top = torch.empty(B, n_chunks, dtype=torch.long, device=device)
+    largest, groups = torch.empty(2, B, n_groups, dtype=torch.int32, device=device)
     row = logits, logits.stride(0), top, largest
     best_kernel[B, n_chunks](*row, V, GROUP=GROUP, CHUNK=CHUNK, num_warps=WARPS, **launch())
     pick_kernel[B,](*row, groups, u, count, out, B, V, n_chunks, n_groups,

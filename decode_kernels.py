@@ -80,8 +80,8 @@ def can_be_early() -> bool:
 
 
 def launch(early: bool = True) -> dict:
-    """Constant and launch option of a kernel that begins with `begin`; not `early` if it follows
-    kernels of several streams."""
+    """Constant and launch option of a kernel that waits, as `begin` does; not `early` where a
+    stream begins or several join."""
     early = early and can_be_early()
     return dict(EARLY=early, launch_pdl=early)
 
@@ -117,8 +117,8 @@ def place_kernel(ids, index, start, count, embed, cos_table, sin_table, x, cos, 
 
 
 @triton.jit
-def tiles(x, i, exists, K: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.constexpr,
-          policy: tl.constexpr):
+def row_tiles(x, i, exists, K: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.constexpr,
+              policy: tl.constexpr):
     """Rows i of x, all K columns, as tiles (WARPS, rows, BLOCK_K)."""
     warps, columns = tl.arange(0, WARPS)[:, None, None], tl.arange(0, BLOCK_K)[None, None, :]
     parts = ()
@@ -142,16 +142,16 @@ def product_kernel(x, w, residual, out, B, E, eps, K: tl.constexpr, NORM: tl.con
     e, n = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, ROWS)
     # weights first: they are there before the kernel before ends. Other parts of the rows will need
     # them soon: let them outlast keys and values in the second cache
-    gate = tiles(w, e, e < E, K, WARPS, BLOCK_K, "evict_last")
+    gate = row_tiles(w, e, e < E, K, WARPS, BLOCK_K, "evict_last")
     up = gate
     if GATED:
-        up = tiles(w, E + e, e < E, K, WARPS, BLOCK_K, "evict_last")
+        up = row_tiles(w, E + e, e < E, K, WARPS, BLOCK_K, "evict_last")
     begin(EARLY)
     at, mask = n.to(tl.int64)[:, None] * E + e[None, :], (n < B)[:, None] & (e < E)[None, :]
     y = tl.zeros((ROWS, BLOCK_E), tl.float32)
     if RESIDUAL:  # now, so that nothing waits for it in the end
         y = tl.load(residual + at, mask, 0.0).to(tl.float32)
-    rows = tiles(x, n, n < B, K, WARPS, BLOCK_K, "")
+    rows = row_tiles(x, n, n < B, K, WARPS, BLOCK_K, "")
     acc = tl.zeros((WARPS, ROWS, BLOCK_E), tl.float32)
     acc_up, squares = acc, tl.zeros((WARPS, ROWS), tl.float32)
     for i in tl.static_range(len(rows)):
@@ -253,11 +253,12 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
     d: tl.constexpr = D0 + D1
     dtype: tl.constexpr = keys.dtype.element_ty
     b, head, split = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv, tl.program_id(1)
+    # there before the wait: the product between `place` and this kernel has waited for `place`
     lo, end = tl.load(start + b), tl.load(stop + b)
     share = tl.cdiv(tl.cdiv(end - lo, BLOCK_N), SPLITS) * BLOCK_N  # in whole blocks
     lo += split * share
     hi = tl.minimum(end, lo + share)
-    if EARLY:  # all keys but the token's own are there; the heads of a row share the work
+    if EARLY:  # as are all keys but the token's own; the heads of a row share the work
         at, some = (b.to(tl.int64) * S + lo) * Hkv * d, head * AHEAD * d
         fetch(keys + at, some, AHEAD * d, (hi - lo) * Hkv * d)
         fetch(values + at, some, AHEAD * d, (hi - lo) * Hkv * d)
