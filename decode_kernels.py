@@ -47,7 +47,8 @@ RING = 3  # parts that attend at a time
 PRODUCT = (8, 128, 4)  # features of a program, inner features of a warp at a time, warps
 # by padded rows: (features of a program, inner features at a time, warps, stages)
 HEAD = {16: (128, 64, 4, 5), 32: (128, 64, 4, 5), 64: (128, 64, 4, 4)}
-ATTENTION = (32, 2, 3)  # keys at a time, warps, stages
+ATTENTION = (64, 4, 3)  # keys at a time, warps, stages
+PROGRAMS = 192  # of the parts that attend at a time, at least
 AHEAD = 16  # keys of a share that are fetched early
 
 
@@ -262,25 +263,28 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
         at, some = (b.to(tl.int64) * S + lo) * Hkv * d, head * AHEAD * d
         fetch(keys + at, some, AHEAD * d, (hi - lo) * Hkv * d)
         fetch(values + at, some, AHEAD * d, (hi - lo) * Hkv * d)
+    if SINK:  # never changes
+        k_sink, v_sink = load_sink(sink_k + head * d, D0, D1), load_sink(sink_v + head * d, D0, D1)
+    if EARLY:
         tl.extra.cuda.gdc_wait()
     g = tl.arange(0, BLOCK_M)
     row = b * (H + 2 * Hkv if OWN else H)  # of qkv, in heads
     cos += b * (d // 2)
     sin += b * (d // 2)
     query = turned(qkv, (row + head * G + g) * d, g < G, q_gain, cos, sin, eps, dtype, D0, D1)
-    k_sink, v_sink = query, query
-    if SINK:  # now, as nothing will wait for it after all other keys
-        k_sink, v_sink = load_sink(sink_k + head * d, D0, D1), load_sink(sink_v + head * d, D0, D1)
 
     # a finite lower bound in place of -inf: exp2(-inf - m) is 0 for a row without keys, never NaN
     m = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc0, acc1 = zeros_pair(BLOCK_M, D0, D1)
-    if OWN:  # noqa: SIM102  (its pointers are None where there is none)
-        if split == 0:
+    if split == 0:  # keys that are not in the cache
+        if SINK:
+            s = row_dot(query, k_sink, D1) * scale2
+            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s, v_sink, D1)
+        if OWN:
             k, v = own_key(qkv, row + H + head, Hkv, k_gain, cos, sin, eps, dtype, D0, D1)
-            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, row_dot(query, k, D1) * scale2, v,
-                                            D1)
+            s = row_dot(query, k, D1) * scale2
+            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s, v, D1)
             slot = ((b.to(tl.int64) * S + tl.load(columns + b)) * Hkv + head) * d + tl.arange(0, 1)
             store_rows(keys, slot, slot >= 0, k[0], k[1], D0, D1)
             store_rows(values, slot, slot >= 0, v[0], v[1], D0, D1)
@@ -297,10 +301,6 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
         m = m_new
     if EARLY:  # not before, as the next kernel would take up room beside other parts' programs
         tl.extra.cuda.gdc_launch_dependents()
-    if SINK:  # noqa: SIM102
-        if split == 0:
-            s = row_dot(query, k_sink, D1) * scale2
-            m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s, v_sink, D1)
     safe = tl.where(total > 0, total, 1.0)
     acc0 /= safe[:, None]
     acc1 /= safe[:, None]
@@ -492,7 +492,8 @@ class Steps:
             at = slice(first, first + n)
             rows = Rows(*(t[at] for t in (r.columns, r.start, r.stop, r.cos, r.sin)))
             # so many programs that the parts whose turn it is fill the device
-            scratch = Scratch(like, n, c.n_head, kernels.splits_of(min(B, RING * n) * Hkv, S))
+            splits = kernels.splits_of(min(B, RING * n) * Hkv, S, PROGRAMS)
+            scratch = Scratch(like, n, c.n_head, splits)
             stream = torch.cuda.Stream() if first and like.is_cuda else None
             self.parts.append(Part(at, rows, scratch, stream))
 

@@ -518,10 +518,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
     return Attention.apply(q, k, v, start, stop, sink_k, sink_v)
 
 
-def splits_of(heads: int, S: int) -> int:
-    """Programs that share the S keys of one of so many key-value heads, by the shapes alone: what
-    each reads, the device decides. Never more than one for 128 keys."""
-    return min(triton.next_power_of_2(triton.cdiv(DECODE_PROGRAMS, heads)),
+def splits_of(heads: int, S: int, programs: int = DECODE_PROGRAMS) -> int:
+    """Programs that share the S keys of one of so many key-value heads, `programs` in all, by the
+    shapes alone: what each reads, the device decides. Never more than one for 128 keys."""
+    return min(triton.next_power_of_2(triton.cdiv(programs, heads)),
                triton.next_power_of_2(triton.cdiv(S, 128)), 64)
 
 
