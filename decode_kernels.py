@@ -15,8 +15,7 @@ launches and the latency of memory. Nothing waits for the host, no shape depends
 rows are: all of it may be captured in a CUDA graph.
 
 A kernel is launched while the one before it still runs (programmatic dependent launch, from Hopper
-on), reads what does not depend on it, which is the weights and the first keys, and then waits for
-its end.
+on), reads what does not depend on it, its weights, and then waits for its end.
 
 Dimensions: B rows, D width, K inner and E outer features of a product, H query heads, Hkv
 key-value heads, G = H / Hkv, d head size (its halves are rotated), S columns of the cache. Rows are
@@ -49,20 +48,6 @@ PRODUCT = (8, 128, 4)  # features of a program, inner features of a warp at a ti
 HEAD = {16: (128, 64, 4, 5), 32: (128, 64, 4, 5), 64: (128, 64, 4, 4)}
 ATTENTION = (64, 4, 3)  # keys at a time, warps, stages
 PROGRAMS = 192  # of the parts that attend at a time, at least
-AHEAD = 16  # keys of a share that are fetched early
-
-
-@triton.jit
-def fetch(x, first, n, end):
-    """Have elements first..first+n-1 of x, which has `end`, brought to the second cache: by one
-    thread, in one piece, of whole 16 bytes."""
-    bytes = tl.maximum(tl.minimum(n, end - first), 0) * (x.dtype.element_ty.primitive_bitwidth // 8)
-    tl.inline_asm_elementwise("""{
-        .reg .pred p, q; .reg .b32 t;
-        mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.ne.and.u32 q, $2, 0, p;
-        @q cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0; }""", "=r,l,r", [x + first, bytes & -16], dtype=tl.int32, is_pure=False,
-                              pack=1)
 
 
 @triton.jit
@@ -248,21 +233,16 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
                      part_lse2, done, out, start, stop, sink_k, sink_v, scale2, eps, S, H, Hkv,
                      G: tl.constexpr, OWN: tl.constexpr, SINK: tl.constexpr, SPLITS: tl.constexpr,
                      D0: tl.constexpr, D1: tl.constexpr, BLOCK_D: tl.constexpr,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
-                     EARLY: tl.constexpr):
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr):
     """A share of the keys of one row and key-value head; BLOCK_M >= G packed queries."""
     d: tl.constexpr = D0 + D1
     dtype: tl.constexpr = keys.dtype.element_ty
     b, head, split = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv, tl.program_id(1)
-    # there before the wait: the product between `place` and this kernel has waited for `place`
+    # before the wait, as the product between `place` and this kernel has waited for `place`
     lo, end = tl.load(start + b), tl.load(stop + b)
     share = tl.cdiv(tl.cdiv(end - lo, BLOCK_N), SPLITS) * BLOCK_N  # in whole blocks
     lo += split * share
     hi = tl.minimum(end, lo + share)
-    if EARLY:  # as are all keys but the token's own; the heads of a row share the work
-        at, some = (b.to(tl.int64) * S + lo) * Hkv * d, head * AHEAD * d
-        fetch(keys + at, some, AHEAD * d, (hi - lo) * Hkv * d)
-        fetch(values + at, some, AHEAD * d, (hi - lo) * Hkv * d)
     if SINK:  # never changes
         k_sink, v_sink = load_sink(sink_k + head * d, D0, D1), load_sink(sink_v + head * d, D0, D1)
     if EARLY:
@@ -419,7 +399,7 @@ def attention(qkv: Tensor, layer: Layer, k: Tensor, v: Tensor, rows: Rows, sink,
         rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E, eps, S, H, Hkv, G=H // Hkv,
         OWN=own, SINK=sink is not None, SPLITS=scratch.splits,
         BLOCK_M=max(16, triton.next_power_of_2(H // Hkv)), BLOCK_N=block_n, **c,
-        AHEAD=AHEAD, num_warps=warps, num_stages=stages, **launch())
+        num_warps=warps, num_stages=stages, **launch())
     return out
 
 
