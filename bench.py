@@ -27,9 +27,9 @@ from torch import Tensor
 
 import train
 from baselines import named, named_configs, plan
-from configurator import key, parse, run, run_command
+from configurator import UserError, key, parse, run, run_command
 from convergence import prefill_command, random_model
-from decoding import Choice, Decoding, draws, ready
+from decoding import Choice, Decoding, check_choice, draws, ready
 from flops import MODES, count_flops, flops_per_token, peak_flops
 from model import Decoder, ModelConfig, set_compute_copies
 from pool import build
@@ -150,8 +150,13 @@ class SystemsConfig:
         """The configs by name. Raises UserError for a name that is no system's."""
         names = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(self)}
         sizes = {name: getattr(self, name) for name in names}
-        return named_configs(self.systems, ModelConfig(
-            **sizes, eos_id=self.vocab_size - 1, n_channels=self.n_layer))
+        if self.vocab_size < 2:
+            raise UserError(f"vocab_size={self.vocab_size}: at least 2 are needed")
+        try:
+            config = ModelConfig(**sizes, eos_id=self.vocab_size - 1, n_channels=self.n_layer)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        return named_configs(self.systems, config)
 
 
 # ---- train: a micro-step, the optimizers, the loss
@@ -172,6 +177,8 @@ def train_command(argv: list[str]):
     c = parse(TrainBenchConfig(), argv, "python bench.py train: a micro-step (forward and backward "
               "as train.py runs it),\nthe optimizer step and the loss on its own")
     check(c, "batch_size", "block_size", "trials", "warmups")
+    if c.document < 0:
+        raise UserError(f"document={c.document}: a length, or 0 for rows of one document")
     models, device = c.models(), train.pick_device(c.device)
     dtype, on_cuda = train.pick_dtype(c.dtype, device), device.startswith("cuda")
     compiled = on_cuda if c.compile is None else c.compile
@@ -342,6 +349,7 @@ def decode_command(argv: list[str]):
     c = parse(DecodeConfig(), argv, "python bench.py decode: time of a token as sample.py decodes "
               "it,\nwith the choice of the token and its way to the host")
     check(c, "context", "steps", "trials", "warmups")
+    check_choice(c)
     models, device = c.models(), train.pick_device(c.device)
     dtype, on_cuda = train.pick_dtype(c.dtype, device), device.startswith("cuda")
     batch_sizes = [whole_number("batch_sizes", part) for part in c.batch_sizes.split(",")]
@@ -414,7 +422,7 @@ class ComparisonConfig:
                        "fusedkv,fusedkv_lite", "names as for bench.py train")
     config: str = key("config/tiny.py", "sizes, data and all else")
     max_iters: int = key(200, "steps of each; fewer than config/tiny.py has, for all to end soon")
-    out_dir: str = key("out/systems", "a folder for each system is made there")
+    out_dir: str = key("out/systems", "a folder for each system, whose run is replaced")
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
     seed: int = key(1337, "of weights and row order")
     json: str | None = key(None, "write the results to this file (-: to stdout)")

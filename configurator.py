@@ -121,14 +121,15 @@ def convert(value, kind, where: str):
     elif kind is str:
         if isinstance(value, str):
             return value
-    elif isinstance(value, kind) and not isinstance(value, bool):
-        return value
-    elif isinstance(value, str) or (kind is float and type(value) is int):
+    elif isinstance(value, (kind, str, int)) and not isinstance(value, bool):
         try:
-            return kind(value)
-        except ValueError:
+            number = kind(value)
+            if kind is float or abs(number) < 2**63:  # more do not fit where they go, such as seeds
+                return number
+        except (ValueError, OverflowError):
             pass
-    expected = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+    expected = {bool: "true or false", int: "a whole number of 63 bits", float: "a number",
+                str: "text"}[kind]
     raise UserError(f"{where}: expected {expected}{' or None' if optional else ''}")
 
 

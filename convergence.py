@@ -207,7 +207,7 @@ def passes_needed(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_group
 def schedule_named(text: str, T: int) -> Schedule:
     """jacobi:PASSES, cyclicGROUPS:PASSES or autoregressive, on T tokens."""
     match = re.fullmatch("(jacobi|cyclic([0-9]+)):([0-9]+)|(autoregressive)", text)
-    if not match or "0" in match.groups():
+    if not match or any(int(n) < 1 for n in match.groups()[1:3] if n):
         raise UserError(f"schedules: {text!r} is none of jacobi:PASSES, cyclicGROUPS:PASSES "
                         "and autoregressive")
     if match[4]:
@@ -235,6 +235,8 @@ def prefill_command(argv: list[str]):
         raise UserError(f"random={c.random}: choose tiny or paper")
     if c.out_dir is not None and (c.systems or c.n_layer):
         raise UserError("systems and n_layer are for random models: without out_dir")
+    if c.systems and c.schedules:
+        raise UserError("systems have the paper's schedules: without schedules")
     if c.batch_size is None:
         c.batch_size = PAPER_BATCH if c.out_dir is None and c.random == "paper" else 8
     device = train.pick_device(c.device)

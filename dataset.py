@@ -95,9 +95,10 @@ def load_meta(dataset: str) -> tuple[Path, dict]:
                         "(python prepare_data.py --help)")
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        np.dtype(meta["dtype"]), meta["tokens"].get("train")
         return folder, {name: meta[name] for name in
                         ("tokenizer", "vocab_size", "eos_id", "dtype", "tokens")}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}/meta.json is damaged ({error}); prepare it again") from None
 
 

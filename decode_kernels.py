@@ -77,7 +77,7 @@ def launch(early: bool = True) -> dict:
 
 @triton.jit
 def place_kernel(ids, index, start, count, embed, cos_table, sin_table, x, cos, sin, columns,
-                 first, stop, B, eos, FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+                 first, stop, eos, FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
                  BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr):
     """Of one row: all that the stack needs of its token (0 for -1, a mark of bad logits); then
     index, start and count move on."""
@@ -484,7 +484,7 @@ class Steps:
         model, rows, c = self.model, self.rows, self.model.config
         place_kernel[len(ids),](
             ids, index, start, count, model.embed.compute, *self.tables, self.h, rows.cos, rows.sin,
-            rows.columns, rows.start, rows.stop, len(ids), -1 if c.eos_id is None else c.eos_id,
+            rows.columns, rows.start, rows.stop, -1 if c.eos_id is None else c.eos_id,
             FIRST=int(model.has_dummy), D=c.n_embd, HALF=c.head_dim // 2,
             BLOCK_D=triton.next_power_of_2(c.n_embd),
             BLOCK_H=triton.next_power_of_2(c.head_dim // 2), **launch())

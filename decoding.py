@@ -58,7 +58,7 @@ def prefill(model: Decoder, idx: Tensor, solver: str = "cyclic", passes: int | N
     """States and cache of prompts idx (B, T), right padded: causality keeps padding harmless.
 
     Passes and groups that are not given are the paper's. With `tol`, passes go on until the
-    relative residual is at most tol; T passes are exact.
+    relative residual is at most tol; T passes are exact, and one more shows it.
     """
     if not model.iterates:
         return one_pass(model, idx, keep_cache=keep_cache)
@@ -67,7 +67,7 @@ def prefill(model: Decoder, idx: Tensor, solver: str = "cyclic", passes: int | N
     n_groups = usual["n_groups"] if n_groups is None else n_groups
     if solver == "autoregressive":
         return autoregressive(model, idx, keep_cache=keep_cache)
-    limits = dict(n_nograd=passes if tol is None else idx.size(1), n_grad=0, tol=tol,
+    limits = dict(n_nograd=passes if tol is None else idx.size(1) + 1, n_grad=0, tol=tol,
                   keep_cache=keep_cache, measure=False)
     if solver == "jacobi":
         return jacobi(model, idx, **limits)
@@ -164,6 +164,7 @@ def choose(logits: Tensor, u: Tensor, temperature: float, top_k: int | None = No
     finite = logits.sum(-1).isfinite()
     if temperature < 1e-6:  # 0; and below this a division would overflow
         return torch.where(finite, logits.argmax(-1), -1)
+    scaled = logits / temperature  # 0 where that is infinite: every id that is kept is as likely
     if top_k or top_p < 1:
         likeliest = logits.topk(min(top_k or logits.size(-1), logits.size(-1))).values
         least = likeliest[:, -1:]
@@ -171,8 +172,8 @@ def choose(logits: Tensor, u: Tensor, temperature: float, top_k: int | None = No
             probs = (likeliest / temperature).softmax(-1)
             kept = probs.cumsum(-1) - probs < top_p
             least = torch.where(kept, likeliest, torch.inf).amin(-1, keepdim=True)
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    total = (logits / temperature).softmax(-1).cumsum(-1)
+        scaled = scaled.masked_fill(logits < least, -torch.inf)
+    total = scaled.softmax(-1).cumsum(-1)
     ids = (total <= u[:, None] * total[:, -1:]).sum(-1)
     return torch.where(finite, ids, -1)
 
@@ -196,6 +197,16 @@ class Choice:
         else:
             u = self.u.index_select(0, n)[0]
             out.copy_(choose(logits, u, self.temperature, self.top_k, self.top_p))
+
+
+def check_choice(c):
+    """Raise UserError for a temperature, top_k or top_p of settings c that means nothing."""
+    if not c.temperature >= 0:  # also refuses nan
+        raise UserError(f"temperature={c.temperature}: at least 0 is needed")
+    if c.top_k is not None and c.top_k < 0:
+        raise UserError(f"top_k={c.top_k}: a positive number, or 0 for all tokens")
+    if not 0 < c.top_p <= 1:
+        raise UserError(f"top_p={c.top_p}: a number above 0 and up to 1")
 
 
 def draws(seed: int, n_tokens: int, n_rows: int) -> Tensor:

@@ -177,7 +177,16 @@ def mean_losses(losses: Losses, windows: Windows, batch_size: int, graph: bool =
     function, total = Graph(losses) if graph else losses, 0
     for x, y in windows.batches(batch_size, device, full=graph):
         total = total + function(x, y)
-    return [nats / windows.n_targets for nats in total.tolist()]
+    means = [nats / windows.n_targets for nats in total.tolist()]
+    if not all(map(math.isfinite, means)):
+        raise UserError(f"loss {means[-1]}: logits that are not finite; the checkpoint's weights "
+                        "are damaged, or its training diverged")
+    return means
+
+
+def perplexity_of(loss: float) -> float:
+    """exp of nats per token; infinite where that is too large for a number."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 # ---- perplexity
@@ -264,9 +273,10 @@ def one_score(c: PerplexityConfig, model: Decoder, windows: Windows, schedule: S
     if losses.converged is not None:
         report = f" ({'all' if losses.converged else 'not all'} batches converged, " \
                  f"after up to {losses.passes} passes)"
-    print(f"{schedule}{report}: loss {loss:.5f} nats per token, perplexity {math.exp(loss):.4f}")
+    print(f"{schedule}{report}: loss {loss:.5f} nats per token, perplexity "
+          f"{perplexity_of(loss):.4f}")
     return {**asdict(schedule), "passes": losses.passes, "converged": losses.converged,
-            "loss": loss, "perplexity": math.exp(loss)}
+            "loss": loss, "perplexity": perplexity_of(loss)}
 
 
 def paper_study(c: PerplexityConfig, model: Decoder, windows: Windows) -> dict:
@@ -300,7 +310,7 @@ def paper_study(c: PerplexityConfig, model: Decoder, windows: Windows) -> dict:
 def perplexities(c: PerplexityConfig, model: Decoder, windows: Windows, schedule: Schedule,
                  every_pass: bool = True) -> list[float]:
     losses = Losses(model, schedule, every_pass)
-    return [math.exp(x) for x in mean_losses(losses, windows, c.batch_size, c.graph)]
+    return [perplexity_of(x) for x in mean_losses(losses, windows, c.batch_size, c.graph)]
 
 
 def first_within(perplexities: list[float], target: float) -> int | None:

@@ -356,7 +356,7 @@ def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps,
     add_to_partial(row, sum_a, sum_b, HALF, BLOCK)
 
 
-def columns_of(columns: slice | Tensor, T: int) -> tuple[Tensor | None, int, int, bool]:
+def columns_of(columns: slice | Tensor) -> tuple[Tensor | None, int, int, bool]:
     """columns, first, step, per row: as the kernels want them."""
     if isinstance(columns, Tensor):
         return columns.contiguous(), 0, 1, True
@@ -369,7 +369,7 @@ def store(projected: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, columns: sl
     the keys normed with gains (k, d) and rotated by cos, sin (B, T, d / 2)."""
     (_, C, B, T, _), (S, Hkv, d) = projected.shape, k.shape[2:]
     N = B * T
-    columns, first, step, per_row = columns_of(columns, T)
+    columns, first, step, per_row = columns_of(columns)
     options = config("store", d // 2)
     store_kernel[triton.cdiv(N, options["ROWS"]), Hkv, C](
         projected, gain, cos, sin, k, v, columns, N, eps, T, S, first, step, PER_ROW=per_row,
@@ -382,7 +382,7 @@ def take(projected: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, columns: sli
     the cache, dk and dv, which are zero there afterwards."""
     (_, C, B, T, _), (S, Hkv, d) = projected.shape, dk.shape[2:]
     N = B * T
-    columns, first, step, per_row = columns_of(columns, T)
+    columns, first, step, per_row = columns_of(columns)
     dx = torch.empty_like(projected)
     partial = partial_of(gain, STORE_PROGRAMS, Hkv)
     options = config("take", d // 2)

@@ -60,6 +60,8 @@ def save(fig, output: str):
     """Write the picture and say where. Raises UserError if that is not possible."""
     path = Path(output)
     try:
+        if not path.suffix or path.is_dir():  # matplotlib would write to another name
+            raise ValueError("a file with an ending is needed, such as .png")
         path.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path, dpi=130)
     except (OSError, ValueError) as error:  # ValueError: no such format
@@ -217,12 +219,15 @@ def read_log(path: Path) -> tuple[dict[int, float], dict[int, float]]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: cannot read this log ({error})") from None
     if rows and not {"step", "loss", "val_loss"} <= set(rows[0]):
-        raise UserError(f"{path}: no log of train.py, its columns are {', '.join(rows[0])}")
+        raise UserError(f"{path}: no log of train.py, its columns are "
+                        + ", ".join(map(str, rows[0])))
     for row in rows:
         try:
             step = int(row["step"])
             value = float(row["loss"] or row["val_loss"])
         except (ValueError, TypeError):
+            continue
+        if not math.isfinite(value):  # of a run that diverged: no point of a curve
             continue
         if row["loss"]:
             if loss and step <= next(reversed(loss)):
@@ -373,6 +378,9 @@ def read_schedules(path: str) -> dict:
         for s in results["schedules"]:
             s["g"] = s["g"] if "g" in s else s["n_groups"]
             s["ms"] = 1e3 * s["seconds_per_sequence"] if s["passes"] is not None else None
+            s["solver"], s["passes"] and int(s["passes"])
+            if len(s.get("perplexities", ())) > 1:
+                results["exact_perplexity"]
         results["schedules"].sort(key=lambda s: s["g"])
         results["block_size"], results["batch_size"], results["device"], results["dtype"]
     except OSError as error:
@@ -573,6 +581,9 @@ def connectome(c: ConnectomeConfig):
                         "drawn")
     tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
     x = read_connectome(c, model, connectome_rows(c, checkpoint, tokenizer))
+    if not x.alpha.isfinite().all():
+        raise UserError(f"{c.out_dir}: mixing weights that are not finite; the checkpoint is "
+                        "damaged, or its training diverged")
     report(x, tokenizer, c.unusual)
     draw_connectome(plt, x, model.config.n_layer, c)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import UserError, key, parse, run
-from decoding import SOLVERS, TOLERANCE, Stats, generate, ready
+from decoding import SOLVERS, TOLERANCE, Stats, check_choice, generate, ready
 from model import Decoder
 from prepare_data import Tokenizer, get_tokenizer
 from solvers import evaluation_schedule
@@ -124,8 +124,9 @@ def read_text(path: str, setting: str) -> str:
 def read_starts(c: SampleConfig) -> list[str]:
     """The prompts: of the file `prompts`, or `start`, itself or from its file."""
     if c.prompts is not None:
-        starts = read_text(c.prompts, f"prompts={c.prompts}").splitlines()
-        if not starts:
+        # not splitlines, which knows a dozen other ends of lines
+        starts = read_text(c.prompts, f"prompts={c.prompts}").removesuffix("\n").split("\n")
+        if starts == [""]:
             raise UserError(f"prompts={c.prompts}: this file is empty, a prompt on each line is "
                             "needed")
         return starts
@@ -139,14 +140,11 @@ def read_starts(c: SampleConfig) -> list[str]:
 
 def check(c: SampleConfig):
     """Raise UserError for values that mean nothing."""
-    for name, least in (("num_samples", 1), ("max_new_tokens", 0), ("temperature", 0),
-                        ("passes", 1), ("n_groups", 1), ("seed", 0)):
-        if getattr(c, name) is not None and not getattr(c, name) >= least:  # also refuses nan
+    for name, least in (("num_samples", 1), ("max_new_tokens", 0), ("passes", 1),
+                        ("n_groups", 1), ("seed", 0)):
+        if getattr(c, name) is not None and getattr(c, name) < least:
             raise UserError(f"{name}={getattr(c, name)}: at least {least} is needed")
-    if c.top_k is not None and c.top_k < 0:
-        raise UserError(f"top_k={c.top_k}: a positive number, or 0 for all tokens")
-    if not 0 < c.top_p <= 1:
-        raise UserError(f"top_p={c.top_p}: a number above 0 and up to 1")
+    check_choice(c)
     if c.solver not in SOLVERS:
         raise UserError(f"solver={c.solver}: choose one of {', '.join(SOLVERS)}")
 
@@ -206,8 +204,9 @@ def main(argv: list[str]):
     c = parse(SampleConfig(), argv, __doc__)
     check(c)
     starts = read_starts(c)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only prints ?
+    for stream in (sys.stdin, sys.stdout):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that knows ASCII only prints ?
     writer = Writer(c)
     if c.interactive:
         writer.converse()

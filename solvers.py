@@ -194,7 +194,7 @@ def autoregressive(model: Decoder, idx: Tensor, doc: Tensor | None = None,
 
 def one_pass(model: Decoder, idx: Tensor, doc: Tensor | None = None,
              keep_cache: bool = True) -> Solution:
-    """The whole computation of a system that needs no iteration (vanilla)."""
+    """The whole computation of a system that needs no iteration."""
     rows = model.rows(idx, doc)
     x = model.embed_tokens(idx)
     cache = model.new_cache(*idx.shape, like=x) if keep_cache else None

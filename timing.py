@@ -78,12 +78,15 @@ def check(c, *at_least_one: str):
         value = getattr(c, name)
         if value is not None and value < 1:
             raise UserError(f"{name}={value}: at least 1 is needed")
-    if c.json not in (None, "-") and not Path(c.json).absolute().parent.is_dir():
-        raise UserError(f"json={c.json}: there is no such folder")
+    if c.json not in (None, "-"):
+        if not Path(c.json).absolute().parent.is_dir():
+            raise UserError(f"json={c.json}: there is no such folder")
+        if Path(c.json).is_dir():
+            raise UserError(f"json={c.json}: this is a folder, a file is needed")
 
 
 def whole_number(setting: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise UserError(f"{setting}: {text!r} is no number of at least 1")
     return int(text)
 

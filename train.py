@@ -25,6 +25,7 @@ import shutil
 import signal
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -52,7 +53,8 @@ class TrainConfig:
     """Every setting of train.py. The defaults are the paper's main run on one process."""
 
     out_dir: str = key("out", "folder for ckpt.pt, best.pt and log.csv")
-    init_from: str = key("scratch", "scratch, or resume from out_dir/ckpt.pt")
+    init_from: str = key("scratch", "scratch, which replaces a run in out_dir, or resume from its "
+                         "ckpt.pt")
     dataset: str = key("python", "folder under data/; `python` is prepared if it is missing")
     eval_interval: int = key(500, "steps between evaluations, each followed by a checkpoint")
     eval_iters: int = key(50, "batches of batch_size fixed windows in an evaluation; 0: none")
@@ -104,11 +106,13 @@ def pick_device(name: str = "auto") -> str:
             return "cuda"
         return "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.zeros(1, device=name)
+        kind = torch.zeros(1, device=name).device.type
     except (RuntimeError, AssertionError, NotImplementedError):
+        kind = "meta"  # which holds no values, so it is of no use either
+    if kind == "meta":
         raise UserError(f"device={name}: not available here (auto, cpu, "
-                        "cuda or mps where there is one)") from None
-    return name
+                        "cuda or mps where there is one)")
+    return "cpu" if kind == "cpu" else name
 
 
 def pick_dtype(name: str, device: str, setting: str = "dtype") -> torch.dtype:
@@ -275,31 +279,36 @@ def keep_copy(path: Path, copy: Path):
 def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
     """The checkpoint in a file or an out_dir. Only tensors and plain values are ever loaded."""
     path = Path(path)
-    path = path / "ckpt.pt" if path.is_dir() or not path.suffix else path
+    path = path if path.is_file() or path.suffix and not path.is_dir() else path / "ckpt.pt"
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint (python train.py writes one)")
     try:
+        if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():  # torch looks at no sum
+            raise ValueError("a sum does not fit its bytes")
         state = torch.load(path, map_location=device, weights_only=True)
         state["model"] = {re.sub(r"^((module|_orig_mod)\.)+", "", name): tensor
                           for name, tensor in state["model"].items()}
-        state["model_config"], state["meta"]
+        ModelConfig(**state["model_config"])
+        state["config"]["block_size"]
+        state["meta"]["tokenizer"], state["meta"]["vocab_size"], state["meta"]["eos_id"]
     except Exception as error:
         # torch's own words for a file that would run code on loading advise to allow it
         reason = "holds something other than tensors and plain values" \
-            if isinstance(error, pickle.UnpicklingError) else type(error).__name__
+            if isinstance(error, pickle.UnpicklingError) else \
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(f"{path}: not a checkpoint of train.py, or damaged ({reason})") from None
     return state
 
 
 def load_model(path: str | Path, device: str = "cpu") -> tuple[Decoder, dict]:
     """Model in evaluation mode and its checkpoint, from a file or an out_dir."""
-    state = load_checkpoint(path, device)
-    model = build(ModelConfig(**state["model_config"])).to(device)
+    state = load_checkpoint(path)
+    model = build(ModelConfig(**state["model_config"]))
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
         raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
-    return model.eval(), state
+    return model.to(device).eval(), state
 
 
 # ---- the run

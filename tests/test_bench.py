@@ -413,6 +413,16 @@ def test_systems_command(tmp_path, monkeypatch, capsys):
     (["prefill", "--trails=2"], "did you mean trials"),
     (["prefill", "--device=nonsense"], "device=nonsense"),
     (["prefill", "--out_dir=nowhere"], "no such checkpoint"),
+    (["prefill", "--schedules=cyclic00:2"], "'cyclic00:2' is none of"),
+    (["prefill", "--systems=k4", "--schedules=jacobi:1"], "without schedules"),
+    (["train", "--n_head=5"], "n_head=5 is no multiple of n_kv_head=3"),
+    (["train", "--vocab_size=1"], "vocab_size=1: at least 2"),
+    (["train", "--document=-3"], "document=-3: a length"),
+    (["decode", "--temperature=-1"], "temperature=-1.0: at least 0"),
+    (["decode", "--top_k=-5"], "top_k=-5: a positive number"),
+    (["decode", "--top_p=7"], "top_p=7.0: a number above 0"),
+    (["decode", "--batch_sizes=\u00b2"], "batch_sizes: '\u00b2' is no number"),
+    (["flops", "--json=."], "json=.: this is a folder"),
     (["flops", "--block_size=0"], "block_size=0: at least 1"),
     (["flops", "--json=no/such/file"], "there is no such folder")))
 def test_bad_input(argv, message):

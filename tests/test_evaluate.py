@@ -293,7 +293,19 @@ def test_bad_input(folder, argv, message):
     assert message in str(error.value)
 
 
+def test_damaged_weights_have_no_perplexity(folder):
+    state = torch.load("out/ckpt.pt", weights_only=True)
+    state["model"]["embed"][3] = torch.nan
+    torch.save(state, "out/nan.pt")
+    for more in ([], ["--solver=paper"]):
+        with pytest.raises(UserError, match="loss nan: logits that are not finite"):
+            evaluate.main(["perplexity", "--out_dir=out/nan.pt", "--device=cpu", *more])
+    assert evaluate.perplexity_of(1e4) == math.inf
+
+
 @pytest.mark.parametrize("changes, message", (
+    ({"dtype": "foo"}, "meta.json is damaged"),
+    ({"tokens": [1]}, "meta.json is damaged"),
     ({"tokenizer": "gpt2"}, "tokenizer=gpt2, out was trained with tokenizer=bytes"),
     ({"vocab_size": 300}, "vocab_size=300, out was trained with vocab_size=257"),
     ({"eos_id": 0}, "eos_id=0, out was trained with eos_id=256"),

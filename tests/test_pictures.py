@@ -49,7 +49,8 @@ def write_log(folder, losses, val=(), first=0, checkpoint=None):
         rows.insert(n - first, f"{n},,{x},,,\n")
     (folder / "log.csv").write_text(HEAD + "".join(rows))
     if checkpoint:
-        save_checkpoint(folder / "ckpt.pt", {"model": {}, "model_config": {}, "meta": {},
+        meta = {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256}
+        save_checkpoint(folder / "ckpt.pt", {"model": {}, "model_config": {}, "meta": meta,
                                              "config": checkpoint, "w": torch.zeros(3)})
 
 
@@ -409,6 +410,9 @@ def test_convergence_of_what_bench_writes(checkpoint, figures):
     (["convergence", "--json=other.csv"], "not what python bench.py prefill"),
     (["convergence", "--json=wrong.json"], "KeyError: 'schedules'"),
     (["convergence", "--json=none.json"], "it holds no schedule"),
+    (["connections", "--output=picture"], "output=picture: cannot write it (a file with an ending"),
+    (["connections", "--output=."], "output=.: cannot write it (a file with an ending"),
+    (["curves", "--logs=short.csv"], "no log of train.py, its columns are x, None"),
     (["connectome", "--out_dir=nowhere"], "no such checkpoint"),
     (["connectome", "--out_dir=vanilla"], "kv=vanilla, but only whitematter's"),
     (["connectome", "--out_dir=wm", "--rows=0"], "rows=0: at least 1"),
@@ -420,6 +424,7 @@ def test_bad_input(checkpoint, argv, message):
     write_log(checkpoint / "a", [5.0, 4.0])
     write_log(checkpoint / "tokens", [5.0, 4.0], checkpoint=SIZES)
     (checkpoint / "other.csv").write_text("x,y\n1,2\n")
+    (checkpoint / "short.csv").write_text("x\n1,2\n")
     (checkpoint / "empty.csv").write_text(HEAD)
     (checkpoint / "wrong.json").write_text("{}")
     prefill_json(checkpoint / "none.json", schedules=[])

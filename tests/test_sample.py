@@ -86,7 +86,8 @@ def test_case_49_greedy(checkpoint, capsys):
 
 @pytest.mark.parametrize("bad", ["temperature=-1", "temperature=nan", "top_k=-1", "top_p=0",
                                  "top_p=1.5", "num_samples=0", "max_new_tokens=-1", "passes=0",
-                                 "solver=newton", "start=FILE:/no/such/file", "n_groups=0"])
+                                 "solver=newton", "start=FILE:/no/such/file", "n_groups=0",
+                                 "seed=-1", "seed=9223372036854775808", "device=meta"])
 def test_case_49_bad_values(checkpoint, bad):
     with pytest.raises(UserError, match=bad.split("=")[0]):
         sample.main([f"--out_dir={checkpoint}", f"--{bad}"])
@@ -377,6 +378,27 @@ def test_case_58_damaged_weights(tmp_path):
         sample.main([f"--out_dir={path}", "--max_new_tokens=3", "--device=cpu"])
 
 
+@pytest.mark.parametrize("temperature", [1e39, torch.inf])
+def test_infinite_temperature_makes_all_that_is_kept_as_likely(temperature):
+    logits = torch.tensor([[1.0, 3.0, 2.0, 4.0, 0.0]]).repeat(3, 1)
+    u = torch.tensor([0.2, 0.5, 0.9])
+    assert decoding.choose(logits, u, temperature, top_k=3).tolist() == [1, 2, 3]
+    assert decoding.choose(logits, u, temperature).tolist() == [1, 2, 4]
+
+
+def test_exact_says_so_after_as_many_passes_as_tokens(checkpoint, capsys):
+    for argv in (["start=", "solver=cyclic"], ["start=hello", "solver=jacobi"]):
+        err = run_main(capsys, *argv, f"out_dir={checkpoint}", "max_new_tokens=1", "exact=true").err
+        assert "(converged" in err
+
+
+def test_typed_bytes_that_are_no_text(checkpoint, monkeypatch, capsys):
+    typed = io.TextIOWrapper(io.BytesIO(b"a\xff\nb\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", typed)
+    sample.main([f"--out_dir={checkpoint}", "--interactive", "--max_new_tokens=1", "--device=cpu"])
+    assert capsys.readouterr().out.count("> ") == 3  # two prompts, and then the end
+
+
 def test_case_58_ascii_terminal(checkpoint, monkeypatch):
     """(d)"""
     raw = io.BytesIO()
@@ -400,10 +422,10 @@ def test_prompts(checkpoint, capsys, tmp_path):
 
 def test_a_file_of_prompts(checkpoint, capsys, tmp_path):
     """One batch; of different lengths, and as each alone."""
-    (tmp_path / "p.txt").write_text("one\n\nthe third\n", encoding="utf-8")
+    (tmp_path / "p.txt").write_text("one\n\nthe\fthird\n", encoding="utf-8")
     argv = f"out_dir={checkpoint}", "max_new_tokens=8", "temperature=0", "exact=true"
     read = run_main(capsys, f"prompts={tmp_path}/p.txt", "num_samples=2", *argv)
-    texts = [run_main(capsys, f"start={start}", *argv).out for start in ("one", "", "the third")]
+    texts = [run_main(capsys, f"start={start}", *argv).out for start in ("one", "", "the\fthird")]
     assert read.out.split("--- sample ")[1:] == [
         f"{i} of 6 ---\n{texts[(i - 1) // 2]}" for i in range(1, 7)]
     assert "prefill of 13 tokens" in read.err  # each prompt once; the empty one is an EOS

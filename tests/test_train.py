@@ -247,6 +247,27 @@ def test_case_21_wrapper_prefixes_are_stripped_and_unknown_keys_refused(folder, 
         train.load_model("c.pt")
 
 
+@pytest.mark.parametrize("part, value, words", [
+    ("config", {}, "block_size"), ("meta", {"tokenizer": "bytes"}, "vocab_size"),
+    ("meta", "x", "TypeError"), ("model_config", {"kv": "foo"}, "kv='foo'"),
+    ("model_config", {"n_future": 3}, "n_future"), ("model_config", [1], "TypeError")])
+def test_case_21_what_a_checkpoint_lacks_is_named(folder, monkeypatch, part, value, words):
+    in_process(folder, monkeypatch, out_dir="a")
+    state = torch.load("a/ckpt.pt", weights_only=True)
+    torch.save(state | {part: value}, "b.pt")
+    with pytest.raises(UserError, match="b.pt: not a checkpoint of train.py.*" + words):
+        train.load_model("b.pt")
+
+
+def test_a_flipped_bit_is_noticed(folder, monkeypatch):
+    in_process(folder, monkeypatch, out_dir="a")
+    content = bytearray((folder / "a/ckpt.pt").read_bytes())
+    content[len(content) // 2] ^= 4
+    (folder / "without_ending").write_bytes(content)
+    with pytest.raises(UserError, match="without_ending: not a checkpoint of train.py, or damaged"):
+        train.load_model("without_ending")
+
+
 def test_ar4_trains_by_the_exact_solution(folder, monkeypatch):
     from configurator import parse
     from solvers import autoregressive, solve
@@ -551,6 +572,8 @@ def test_case_35_defaults_need_no_gpu(folder, monkeypatch, capsys):
     (["--block_size=5000"], ["5000", "5001"]),
     (["--n_head=6", "--n_kv_head=4"], ["n_head=6", "n_kv_head=4"]),
     (["--device=cuda:9"], ["cuda"]),
+    (["--device=meta"], ["meta", "not available"]),
+    (["--seed=99999999999999999999"], ["seed", "whole number"]),
     (["--kv=vanila"], ["vanila", "vanilla"]),
     (["--dtype=float8"], ["float8", "bfloat16"]),
     (["--init_from=resume", "--out_dir=empty"], ["empty"]),
@@ -581,6 +604,7 @@ def test_case_14_16_settings_override_in_both_orders_and_convert(tmp_path):
     for text in ("1", "1e-3"):
         assert parse(TrainConfig(), [f"--learning_rate={text}"], "").learning_rate == float(text)
     assert train.pick_dtype("bf16", "cpu") == torch.bfloat16
+    assert train.pick_device("cpu:0") == "cpu"
     path.write_text("lerning_rate = 1\n")
     with pytest.raises(UserError, match="c.py.*learning_rate"):
         parse(TrainConfig(), [str(path)], "")
