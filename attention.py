@@ -164,6 +164,11 @@ class Collect(torch.autograd.Function):
         return None, None, *ctx.gradients()
 
 
+def assign(keys: Tensor, values: Tensor, where: tuple, k: Tensor, v: Tensor):
+    """Not the tape's own method, which would hold the tape, in a circle, until Python looks."""
+    keys[where], values[where] = k, v
+
+
 class _Tape:
     """What writes and reads remember of a cache: its storage and the running gradient of it."""
 
@@ -187,15 +192,12 @@ class _Tape:
         undo = None
         if not self.untouched:
             undo = self.latest.get(q) or partial(
-                self.assign, where, self.k[where].clone(), self.v[where].clone())
+                assign, self.k, self.v, where, self.k[where].clone(), self.v[where].clone())
         self.undo.append(undo)
         if g:
             self.latest[q] = write
         write()
         return len(self.undo)
-
-    def assign(self, where: tuple, k: Tensor, v: Tensor):
-        self.k[where], self.v[where] = k, v
 
     def rewind(self, n: int):
         """Back to the state after n writes."""
@@ -229,7 +231,7 @@ class _Tape:
 class _Write(torch.autograd.Function):
     @staticmethod
     def forward(ctx, link, k, v, tape, where):
-        write = partial(tape.assign, where, k.detach(), v.detach())
+        write = partial(assign, tape.k, tape.v, where, k.detach(), v.detach())
         ctx.tape, ctx.where, ctx.n = tape, where, tape.write(where, write)
         return link.clone()
 

@@ -137,9 +137,9 @@ def named(name: str, n_layer: int) -> dict:
     LCKV's with its published schedule. Raises ValueError for a name that is no system's."""
     kind, number = re.fullmatch("(.*?)([0-9]*)", name).groups()
     if number and kind == "k":
-        return dict(n_channels=int(number))
+        return dict(kv="whitematter", router="dynamic", n_channels=int(number))
     if number and kind == "static":
-        return dict(n_channels=int(number), router="static")
+        return dict(kv="whitematter", router="static", n_channels=int(number))
     if number and kind == "lckv":
         return dict(kv="lckv", lckv_w=int(number), n_groups=1, n_nograd=7, n_grad=2)
     if name == "vanilla" or name in SYSTEMS and name != "lckv":
@@ -447,7 +447,7 @@ class Recurrent(Planned):
 def with_own(q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, rows: Rows,
              few: bool = False):
     """Attention of q (B, T, H, d) on k, v (B, S, Hkv, d) and, each query, on one more entry of its
-    own (B, T, Hkv, d). Returns (B, T, H, d) and, from the kernels, their sums (else None). With
+    own (B, T, Hkv, d). Returns (B, T, H, d) and, from the kernels, lse2 (else None). With
     `few`, by the kernels of decoding."""
     B, T, H, d = q.shape
     Hkv = k.size(2)

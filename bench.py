@@ -422,7 +422,7 @@ class ComparisonConfig:
                        "fusedkv,fusedkv_lite", "names as for bench.py train")
     config: str = key("config/tiny.py", "sizes, data and all else")
     max_iters: int = key(200, "steps of each; fewer than config/tiny.py has, for all to end soon")
-    out_dir: str = key("out/systems", "a folder for each system, whose run is replaced")
+    out_dir: str = key("out/systems", "a folder for each system is made there")
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
     seed: int = key(1337, "of weights and row order")
     json: str | None = key(None, "write the results to this file (-: to stdout)")
@@ -448,8 +448,13 @@ def systems_command(argv: list[str]):
     c = parse(ComparisonConfig(), argv, "python bench.py systems: small versions of all systems, "
               "trained by train.py on the same tokens")
     check(c, "max_iters")
-    results = {}
-    for name, settings in c.settings().items():
+    results, systems = {}, c.settings()
+    for name, settings in systems.items():  # before the first one takes its time
+        try:
+            train.model_config(settings, {"vocab_size": 64, "eos_id": None})
+        except UserError as error:
+            raise UserError(f"systems={c.systems}, {name}: {error}") from None
+    for name, settings in systems.items():
         trainer = train.Trainer(settings, Quiet())
         if not results:
             tokens = trainer.tokens_per_step

@@ -2,9 +2,10 @@
 Command lines: `python SCRIPT.py [config.py] --key=value ...` over a dataclass of defaults.
 
 A config file is Python, run in a namespace of its own; what it leaves there must be known keys
-(imports, functions and names that start with an underscore are its own business). `--key=value`
-overrides the file, the file overrides the defaults, in whatever order they stand. `UserError` is
-the one exception for people: `run` prints it once, without a traceback, and exits with status 1.
+(modules, functions, classes and names that start with an underscore are its own business).
+`--key=value` overrides the file, the file overrides the defaults, in whatever order they stand.
+`UserError` is the one exception for people: `run` prints it, without a traceback, and exits with
+status 1.
 """
 
 from __future__ import annotations
@@ -30,14 +31,24 @@ def key(default, help: str):
 
 
 def run(main, argv: list[str] | None = None):
-    """Call main(argv); a UserError becomes one line on stderr (of rank 0) and exit status 1."""
+    """Call main(argv); a UserError becomes one line on stderr and exit status 1.
+
+    Of several processes rank 0 prints it, and others what may have happened to them alone: the
+    first one of each node, and any that has found the others.
+    """
     try:
         main(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         sys.stdout.flush()
-        if os.environ.get("RANK", "0") == "0":
+        rank, group = os.environ.get("RANK", "0"), sys.modules.get("torch.distributed")
+        together = group is not None and group.is_available() and group.is_initialized()
+        if rank == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        elif together or os.environ.get("LOCAL_RANK") == "0":
+            print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except BrokenPipeError:  # `| head` closed our output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -84,16 +95,20 @@ def read_config_file(path: str, types_of: dict) -> dict:
     """The settings of a Python config file. Raises UserError with the file's name."""
     if not Path(path).is_file():
         raise UserError(f"{path}: no such config file (settings are written --key=value)")
+    try:
+        code = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot read this file as UTF-8 text ({error})") from None
     names: dict = {}
     try:
-        exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), names)
+        exec(compile(code, path, "exec"), names)
     except Exception as error:
         line = getattr(error, "lineno", None) or getattr(error.__traceback__.tb_next, "tb_lineno",
                                                          "?")
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
     settings = {}
     for key, value in names.items():
-        if key.startswith("_") or isinstance(value, (types.ModuleType, types.FunctionType, type)):
+        if key.startswith("_") or isinstance(value, types.ModuleType) or callable(value):
             continue
         if key not in types_of:
             raise UserError(unknown(key, types_of, f"{path}: {key}"))

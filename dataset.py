@@ -8,6 +8,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import NoneType
 
 import numpy as np
 import torch
@@ -65,12 +66,14 @@ def open_tokens(path: Path, meta: dict) -> np.ndarray:
     size = path.stat().st_size if path.is_file() else None
     if not size:
         raise UserError(f"{path}: {'no such data file' if size is None else 'it is empty'}; "
-                        "prepare the data set with such a split (python prepare_data.py --help)")
+                        "prepare the data set with such a split (python prepare_data.py --help)"
+                        + (", or train without it: --eval_iters=0" * (path.stem == "val")))
     dtype = np.dtype(meta["dtype"]).newbyteorder("<")
     n, promised = size / dtype.itemsize, meta["tokens"].get(path.stem)
     if n != (int(n) if promised is None else promised):
-        raise UserError(f"{path}: {n:g} tokens of {dtype.name}, but meta.json says {promised}; the "
-                        "file is cut off or from another preparation, prepare the data set again")
+        raise UserError(f"{path}: {n:.12g} tokens of {dtype.name}, but meta.json says {promised}; "
+                        "the file is cut off or from another preparation, prepare the data set "
+                        "again")
     return np.memmap(path, dtype, "r")
 
 
@@ -95,10 +98,14 @@ def load_meta(dataset: str) -> tuple[Path, dict]:
                         "(python prepare_data.py --help)")
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        np.dtype(meta["dtype"]), meta["tokens"].get("train")
+        for name, kinds in (("tokenizer", str), ("vocab_size", int), ("eos_id", (int, NoneType)),
+                            ("dtype", str), ("tokens", dict)):
+            if not isinstance(meta[name], kinds):
+                raise ValueError(f"{name}: {meta[name]!r}")
+        np.dtype(meta["dtype"])
         return folder, {name: meta[name] for name in
                         ("tokenizer", "vocab_size", "eos_id", "dtype", "tokens")}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}/meta.json is damaged ({error}); prepare it again") from None
 
 

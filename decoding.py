@@ -171,6 +171,7 @@ def choose(logits: Tensor, u: Tensor, temperature: float, top_k: int | None = No
         if top_p < 1:  # up to the token that completes it: the likeliest always stays
             probs = (likeliest / temperature).softmax(-1)
             kept = probs.cumsum(-1) - probs < top_p
+            kept[:, 0] = True  # also where top_p is 0 in this precision
             least = torch.where(kept, likeliest, torch.inf).amin(-1, keepdim=True)
         scaled = scaled.masked_fill(logits < least, -torch.inf)
     total = scaled.softmax(-1).cumsum(-1)

@@ -47,7 +47,7 @@ def find_files(names: str) -> list[Path]:
     listed = [names] if os.path.exists(names) else names.split(",")  # a comma in a file's name
     for name in filter(None, map(str.strip, listed)):
         paths = [Path(name)]
-        if not paths[0].exists():
+        if not os.path.exists(name):  # a Path raises an error for too long a name
             paths = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
         if not paths:
             raise UserError(f"--input: {name} does not exist")

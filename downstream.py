@@ -204,10 +204,11 @@ def harness_model(scorer: Scorer):
 
 def generation(settings: dict) -> tuple[list[str], int, float]:
     """Stop texts, number of tokens and temperature from a request's keyword arguments."""
-    until = settings.get("until") or []
-    sampled = settings.get("do_sample", settings.get("temperature", 0) > 0)
-    return ([until] if isinstance(until, str) else until, settings.get("max_gen_toks", 256),
-            float(settings.get("temperature", 1)) if sampled else 0.0)
+    until, temperature = settings.get("until") or [], settings.get("temperature")
+    sampled = settings.get("do_sample", (temperature or 0) > 0)
+    return ([t for t in ([until] if isinstance(until, str) else until) if t],
+            settings.get("max_gen_toks", 256),
+            float(1 if temperature is None else temperature) if sampled else 0.0)
 
 
 def run_tasks(scorer: Scorer, tasks: list[str], task_dir: str | None, limit: int | None) -> dict:

@@ -60,7 +60,7 @@ def store_flops(c: ModelConfig) -> tuple[int, int]:
             n = len(channel.sources)
             inputs = -(-n // c.router_stride) * (channel.mixing == "router")
             # no feedback: a router's rows for its own channel; and a lone source is only scaled
-            total += 2 * 2 * n * D * (inputs + (n > 1 or c.kv == "whitematter"))
+            total += 2 * 2 * n * D * (inputs + (n > 1))
         return total, 0
     mixing = 2 * (c.n_layer + 1) * D if c.kv == "feedback" else 0
     projected = {"lckv": 1, "feedback": 1, "recurrent": c.n_layer}.get(c.kv, 0)

@@ -493,7 +493,10 @@ QWEN3_NAMES = (
 
 
 def from_qwen3(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the keys of a Hugging Face Qwen3 state dict to ours; the tied head is dropped."""
+    """Rename the keys of a Hugging Face Qwen3 state dict to ours; the tied head is dropped.
+
+    Raises ValueError for what such a model, with a tied head, does not have.
+    """
     out = {}
     for name, tensor in state.items():
         for pattern, ours in QWEN3_NAMES:
@@ -503,6 +506,8 @@ def from_qwen3(state: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             if name != "lm_head.weight":
                 raise ValueError(f"{name}: not a parameter of a dense Qwen3 model")
+            if not torch.equal(tensor, state["model.embed_tokens.weight"]):
+                raise ValueError(f"{name}: not the embedding, but only a tied head is possible")
     return out
 
 

@@ -60,8 +60,6 @@ def save(fig, output: str):
     """Write the picture and say where. Raises UserError if that is not possible."""
     path = Path(output)
     try:
-        if not path.suffix or path.is_dir():  # matplotlib would write to another name
-            raise ValueError("a file with an ending is needed, such as .png")
         path.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path, dpi=130)
     except (OSError, ValueError) as error:  # ValueError: no such format
@@ -530,7 +528,8 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
     else:
         ids = tokenizer.encode(read_text(c.text, f"text={c.text}"))[:c.rows * T]
     if len(ids) < 2:
-        raise UserError(f"{len(ids)} tokens: at least 2 are needed to see how they differ")
+        raise UserError(f"{len(ids)} tokens (text={c.text}): at least 2 are needed to see how they "
+                        "differ")
     return [ids[i:i + T] for i in range(0, len(ids), T)]
 
 
@@ -682,7 +681,10 @@ def main(argv: list[str]):
     if name not in PICTURES:
         raise UserError(f"{name or 'no picture named'}: choose one of {', '.join(PICTURES)}")
     draw, settings = PICTURES[name]
-    draw(parse(settings(), rest, f"python pictures.py {name}: {draw.__doc__}"))
+    c = parse(settings(), rest, f"python pictures.py {name}: {draw.__doc__}")
+    if not Path(c.output).suffix or Path(c.output).is_dir():  # matplotlib would change the name
+        raise UserError(f"output={c.output}: a file with an ending is needed, such as .png")
+    draw(c)
 
 
 if __name__ == "__main__":

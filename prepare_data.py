@@ -431,6 +431,7 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
 
 def main(argv: list[str]) -> None:
     """Run the command line. Raises UserError."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # leaves no part behind
     corpus, config = read_command(argv)
     name, documents = corpus, None  # the default corpus needs no reading
     if config.input:
@@ -485,7 +486,8 @@ def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,
     if dataset.startswith(os.pardir):
         dataset = os.path.abspath(out_dir)
     settings = "config/wm16.py" if config.test_rows == PAPER.test_rows else "config/tiny.py"
-    print(f"next: python train.py {settings} --dataset={dataset}")
+    without = "" if meta["tokens"].get("val") else " --eval_iters=0"
+    print(f"next: python train.py {settings} --dataset={dataset}{without}")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class Printer:
 
 def read_text(path: str, setting: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # without a mark of the byte order
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{setting}: cannot read this file as UTF-8 text ({error})") from None
 

@@ -4,8 +4,8 @@ Three ways to resolve the feedback (section 3.3): H = States(X; Pool(H)).
 `autoregressive` is exact and sequential in T, `jacobi` updates all tokens at once, `cyclic` runs
 g strided groups in order, each reading what the groups before it have just computed. All three
 are causal for any schedule: no output depends on a later token. `one_pass` serves the systems
-that need no iteration, `solve` picks by the model's config. Where only some layers depend on
-what they produce (LCKV), those below and above them run once, on whole rows.
+that need no iteration, whichever is called; `solve` picks by the model's config. Where only some
+layers depend on what they produce (LCKV), those below and above them run once, on whole rows.
 
 Truncated backpropagation: only the last `n_grad` passes carry gradients. They start from states
 that are constants (with `n_nograd = 0`: from the embeddings, which are not), and project the
@@ -143,6 +143,8 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
     """
     if n_groups < 1:
         raise ValueError(f"n_groups={n_groups}: at least 1 is needed")
+    if not model.iterates:
+        return one_pass(model, idx, doc, keep_cache)
     rows = model.rows(idx, doc)
     groups = rows.split(n_groups)
     first, end = model.iterated
@@ -181,6 +183,8 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
 def autoregressive(model: Decoder, idx: Tensor, doc: Tensor | None = None,
                    keep_cache: bool = True) -> Solution:
     """Token by token, as decoding does; exact, with gradients through the whole sequence."""
+    if not model.iterates:
+        return one_pass(model, idx, doc, keep_cache)
     rows = model.rows(idx, doc)
     x = model.embed_tokens(idx)
     cache = model.new_cache(*idx.shape, like=x)

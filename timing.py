@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -79,8 +80,9 @@ def check(c, *at_least_one: str):
         if value is not None and value < 1:
             raise UserError(f"{name}={value}: at least 1 is needed")
     if c.json not in (None, "-"):
-        if not Path(c.json).absolute().parent.is_dir():
-            raise UserError(f"json={c.json}: there is no such folder")
+        folder = Path(c.json).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise UserError(f"json={c.json}: there is no such folder, or it cannot be written to")
         if Path(c.json).is_dir():
             raise UserError(f"json={c.json}: this is a folder, a file is needed")
 

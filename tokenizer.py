@@ -254,7 +254,7 @@ def from_path(path: Path, name: str = "") -> Tokenizer:
         return from_huggingface(path, name)
     except OSError as error:
         raise UserError(f"tokenizer {error.filename or path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(
             f"tokenizer {path}: {reason}; accepted are a tokenizer.json of a byte-level BPE, a "

@@ -30,6 +30,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
+
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: see Processes.end
@@ -53,8 +58,8 @@ class TrainConfig:
     """Every setting of train.py. The defaults are the paper's main run on one process."""
 
     out_dir: str = key("out", "folder for ckpt.pt, best.pt and log.csv")
-    init_from: str = key("scratch", "scratch, which replaces a run in out_dir, or resume from its "
-                         "ckpt.pt")
+    init_from: str = key("scratch", "scratch (a run in out_dir moves to out_dir/previous), or "
+                         "resume from out_dir/ckpt.pt")
     dataset: str = key("python", "folder under data/; `python` is prepared if it is missing")
     eval_interval: int = key(500, "steps between evaluations, each followed by a checkpoint")
     eval_iters: int = key(50, "batches of batch_size fixed windows in an evaluation; 0: none")
@@ -112,6 +117,8 @@ def pick_device(name: str = "auto") -> str:
     if kind == "meta":
         raise UserError(f"device={name}: not available here (auto, cpu, "
                         "cuda or mps where there is one)")
+    if kind == "cuda" and ":" in name:
+        torch.cuda.set_device(name)  # for what is made on "cuda", too
     return "cpu" if kind == "cpu" else name
 
 
@@ -270,10 +277,28 @@ def keep_copy(path: Path, copy: Path):
     temporary = copy.with_name(copy.name + ".tmp")
     temporary.unlink(missing_ok=True)
     try:
-        os.link(path, temporary)
-    except OSError:  # some file systems have no links
-        shutil.copyfile(path, temporary)
-    os.replace(temporary, copy)
+        try:
+            os.link(path, temporary)
+        except OSError:  # some file systems have no links
+            shutil.copyfile(path, temporary)
+        os.replace(temporary, copy)
+    except OSError as error:
+        raise UserError(f"{copy}: cannot be written ({error.strerror})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def keep_previous(folder: Path) -> bool:
+    """Move a run's files to the folder `previous` in theirs, in place of those there; False if
+    there is no run."""
+    if not (folder / "ckpt.pt").exists():
+        return False
+    (folder / "previous").mkdir(exist_ok=True)
+    for name in ("ckpt.pt", "best.pt", "log.csv"):
+        (folder / "previous" / name).unlink(missing_ok=True)
+        if (folder / name).exists():
+            os.replace(folder / name, folder / "previous" / name)
+    return True
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
@@ -326,9 +351,22 @@ def model_config(c: TrainConfig, meta: dict) -> ModelConfig:
 def check(c: TrainConfig, processes: Processes):
     """Raise UserError for settings that cannot work together."""
     for name in ("batch_size", "block_size", "gradient_accumulation_steps", "eval_interval",
-                 "log_interval"):
+                 "log_interval", "max_iters"):
         if getattr(c, name) < 1:
             raise UserError(f"{name}={getattr(c, name)}: at least 1 is needed")
+    for name in ("learning_rate", "min_lr", "weight_decay", "grad_clip", "warmup_iters",
+                 "lr_decay_iters", "eval_iters", "seed"):
+        value = getattr(c, name)
+        if value is not None and not 0 <= value < math.inf:  # also refuses nan
+            raise UserError(f"{name}={value}: at least 0 is needed")
+    for name in ("momentum", "beta1", "beta2"):
+        if not 0 <= getattr(c, name) < 1:
+            raise UserError(f"{name}={getattr(c, name)}: at least 0, and less than 1, is needed")
+    if processes.rank == 0:
+        folder = Path(c.out_dir).absolute()
+        there = next(p for p in (folder, *folder.parents) if p.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise UserError(f"out_dir={c.out_dir}: {there} is no folder that can be written to")
     if c.gradient_accumulation_steps % processes.world:
         raise UserError(f"gradient_accumulation_steps={c.gradient_accumulation_steps} counts the "
                         f"micro-steps of all processes: no multiple of the {processes.world} "
@@ -362,16 +400,52 @@ class Log:
             if c.wandb:
                 self.wandb = import_wandb()
                 self.wandb.init(project=c.wandb_project, name=c.out_dir, config=asdict(c))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            kept = []
-            if step and path.exists():  # a resumed run repeats the steps after its checkpoint
-                with open(path, newline="", encoding="utf-8") as f:
-                    rows = [r for r in csv.reader(f) if r and r[0].isdigit()]
-                    # a validation after n steps is in row n, which has no loss
-                    kept = [r for r in rows if int(r[0]) < step or int(r[0]) == step and not r[1]]
-            self.file = open(path, "w", newline="", encoding="utf-8")
-            self.csv = csv.writer(self.file)
-            self.csv.writerows([self.columns, *kept])
+            with self.written(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                before = self.take(path)  # or another run would be disturbed
+                if not step and keep_previous(path.parent):
+                    processes.print(f"{path.parent} held a run: it is kept in "
+                                    f"{path.parent / 'previous'}")
+                self.begin(path, step)
+                self.file = self.take(path)
+                before.close()
+                self.csv = csv.writer(self.file)
+
+    @staticmethod
+    def take(path: Path):
+        """The file, to append to, and ours alone. Raises UserError if another run has it."""
+        file = open(path, "a", newline="", encoding="utf-8")
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"out_dir={path.parent}: another run is writing there") from None
+            except OSError:
+                pass  # a file system without locks
+        return file
+
+    @classmethod
+    def begin(cls, path: Path, step: int):
+        """The file with the rows up to `step`, which a resumed run does not repeat; whatever
+        happens, it has either all old rows or these."""
+        kept = []
+        if step and path.exists():
+            with open(path, newline="", encoding="utf-8", errors="replace") as f:
+                rows = [r for r in csv.reader(f) if len(r) == len(cls.columns) and r[0].isdigit()]
+                # a validation after n steps is in row n, which has no loss
+                kept = [r for r in rows if int(r[0]) < step or int(r[0]) == step and not r[1]]
+        temporary = path.with_name(path.name + ".tmp")
+        with open(temporary, "w", newline="", encoding="utf-8") as f:
+            csv.writer(f).writerows([cls.columns, *kept])
+        os.replace(temporary, path)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def written(path: Path):
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
     def add(self, step: int, loss: Tensor, lr: float, norm: Tensor):
         self.waiting.append((step, loss, lr, norm))
@@ -407,8 +481,15 @@ class Log:
 
     def row(self, *values):
         if self.file:
-            self.csv.writerow(values)
-            self.file.flush()
+            with self.written(Path(self.file.name)):
+                self.csv.writerow(values)
+                self.file.flush()
+
+    def close(self):
+        """The run is over, and its folder free for another."""
+        if self.file:
+            self.file.close()
+            self.file = None
 
     def validation(self, step: int, loss: float, best: bool):
         self.row(step, "", f"{loss:.6f}", "", "", "")
@@ -466,21 +547,36 @@ class Trainer:
                        processes, c)
 
     def restore(self, state: dict):
-        """Continue the run of a checkpoint. Raises UserError if it has another model."""
+        """Continue the run of a checkpoint, by the settings of this one; says so where these mean
+        other rows. Raises UserError if it has another model."""
         mine, theirs = (asdict(c) for c in (self.model_config,
                                             ModelConfig(**state["model_config"])))
         wrong = [f"{k}={mine[k]} (there: {theirs[k]})" for k in mine if mine[k] != theirs[k]]
         if wrong:
             raise UserError(f"{self.path} has another model: {', '.join(wrong)}")
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-            for group in optimizer.param_groups:
-                if "fused" in group:  # the checkpoint may come from another kind of device
-                    group["fused"] = self.device.startswith("cuda")
-        torch.set_rng_state(state["rng"].cpu())
-        self.step, self.best, self.rows_seen = (state[k] for k in
-                                                ("step", "best_val_loss", "rows_seen"))
+        try:
+            self.model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                # the state is the checkpoint's, the settings (momentum, fused, ...) are ours
+                ours = [dict(group) for group in optimizer.param_groups]
+                optimizer.load_state_dict(saved)
+                for group, our in zip(optimizer.param_groups, ours):
+                    group.update(our)
+            torch.set_rng_state(state["rng"].cpu())
+            self.step, self.rows_seen = int(state["step"]), int(state["rows_seen"])
+            self.best = float(state["best_val_loss"])
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise UserError(f"{self.path}: not a checkpoint of train.py, or damaged "
+                            f"({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+                            ) from None
+        before = state["config"]
+        changed = [f"{name}={getattr(self.c, name)} (there: {before.get(name)})"
+                   for name in ("dataset", "seed", "block_size")
+                   if getattr(self.c, name) != before.get(name)]
+        if changed:
+            self.processes.print(f"note: goes on with {', '.join(changed)}, and so on other rows")
+        if self.c.dataset != before.get("dataset"):  # of which none was seen, and no loss is known
+            self.best, self.rows_seen = math.inf, 0
 
     def renew_copies(self):
         if self.device.startswith("cuda") and self.dtype != torch.float32:
@@ -548,20 +644,25 @@ class Trainer:
             stop = signals is not None and self.processes.any(bool(signals.received))
             if stop:
                 self.save()
+            if self.step % c.eval_interval == 0 or self.step == c.max_iters:
+                self.evaluate()  # also before an end: the resumed run begins after it
+            if stop:
                 self.processes.print(f"{self.path}: stopped by a signal after step {self.step}; "
                                      "--init_from=resume goes on")
                 self.processes.end()
                 sys.exit(128 + (signals.received or signal.SIGTERM))
-            if self.step % c.eval_interval and self.step < c.max_iters:
-                continue
-            self.log.flush()
-            best = False
-            if self.val_rows is not None:
-                loss = self.validate()
-                best = loss < self.best
-                self.log.validation(self.step, loss, best)
-                self.best = min(self.best, loss)
-            self.save(best)
+        self.log.close()
+
+    def evaluate(self):
+        """Validation loss, if there is such data, and a checkpoint."""
+        self.log.flush()
+        best = False
+        if self.val_rows is not None:
+            loss = self.validate()
+            best = loss < self.best
+            self.log.validation(self.step, loss, best)
+            self.best = min(self.best, loss)
+        self.save(best)
 
 
 # what lies between matrix products and attention: each becomes one or two kernels

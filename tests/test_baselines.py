@@ -90,6 +90,17 @@ def test_the_equations_of_one_pass(name):
     check(name, one_pass, "one_pass", ROWS)
 
 
+@pytest.mark.parametrize("name", ONE_PASS)
+@pytest.mark.parametrize("solver, options", [(autoregressive, ()), (jacobi, (0, 1)),
+                                             (cyclic, (3, 1, 2))], ids=["ar", "jacobi", "cyclic"])
+def test_no_solver_iterates_what_is_exact_in_one_pass(name, solver, options):
+    model, targets, results = make(name), random_tokens(*ROWS.shape, seed=2), []
+    for solution in (one_pass(model, ROWS), solver(model, ROWS, *options)):
+        grads = torch.autograd.grad(model.loss(solution.final, targets), list(model.parameters()))
+        results.append((solution.states, solution.cache.k, solution.cache.v, *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 @pytest.mark.parametrize("name", ITERATED)
 def test_the_equations_token_by_token(name):
     check(name, autoregressive, "autoregressive", ROWS)
@@ -281,8 +292,9 @@ def test_the_papers_configs(name, count, channels):
 
 
 @pytest.mark.parametrize("name, settings", [
-    ("vanilla", dict(kv="vanilla", n_channels=16)), ("k4", dict(n_channels=4)),
-    ("static1", dict(n_channels=1, router="static")),
+    ("vanilla", dict(kv="vanilla", n_channels=16)),
+    ("k4", dict(kv="whitematter", router="dynamic", n_channels=4)),
+    ("static1", dict(kv="whitematter", router="static", n_channels=1)),
     ("lckv7", dict(kv="lckv", lckv_w=7, n_groups=1, n_nograd=7, n_grad=2)),
     *((name, dict(kv=name, n_channels=16)) for name in (
         "nofeedback", "feedback", "recurrent", "fusedkv", "fusedkv_lite"))])
@@ -414,6 +426,13 @@ def test_training_in_bfloat16_autocast(name):
 def test_flops_by_closed_form_are_those_of_the_code(name, mode, schedule):
     options = SYSTEMS[name][1] | dict(n_nograd=schedule[0], n_grad=schedule[1], n_groups=2)
     c = ModelConfig(**{**SMALL, **options})
+    assert flops_per_token(c, 5, mode) == pytest.approx(count_flops(c, 5, mode), rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["training", "prefill", "decode"])
+def test_flops_of_a_single_layer(mode):
+    """Whose only source is not mixed, but scaled."""
+    c = ModelConfig(**{**SMALL, "n_layer": 1, "n_channels": 1, "n_groups": 2})
     assert flops_per_token(c, 5, mode) == pytest.approx(count_flops(c, 5, mode), rel=1e-12)
 
 

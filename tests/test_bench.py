@@ -406,6 +406,7 @@ def test_systems_command(tmp_path, monkeypatch, capsys):
     (["decode", "--systems=k17"], "k17: n_channels=17"),
     (["systems", "--systems=vanilla,lckv"], "systems=vanilla,lckv, lckv: no system"),
     (["systems", "--max_iters=0"], "max_iters=0: at least 1"),
+    (["systems", "--systems=vanilla,k16"], "systems=vanilla,k16, k16: n_channels=16"),
     (["prefill", "--systems=lckv3"], "lckv3: lckv_w=3: 0 to n_layer-2=2"),
     (["prefill", "--systems=k2", "--out_dir=x"], "without out_dir"),
     (["decode", "--batch_sizes=1,x"], "batch_sizes: 'x' is no number"),

@@ -614,6 +614,7 @@ def test_what_the_harness_cannot_do(folder, harness, monkeypatch):
     ({"until": "a", "do_sample": False, "temperature": 0.7}, (["a"], 256, 0.0)),
     ({"do_sample": True, "temperature": 0.7}, ([], 256, 0.7)),
     ({"do_sample": True}, ([], 256, 1.0)),
+    ({"until": ["", "a"], "temperature": None}, (["a"], 256, 0.0)),
     ({"temperature": 0.0}, ([], 256, 0.0)), ({"temperature": 0.5}, ([], 256, 0.5))), ids=str)
 def test_generation_settings(settings, expected):
     assert downstream.generation(settings) == expected

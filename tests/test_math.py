@@ -4,6 +4,8 @@ float64 throughout, with every part of the pool active; the reference for "exact
 `autoregressive`, which test_oracle.py compares with the equations themselves.
 """
 
+import gc
+
 import pytest
 import torch
 from small import random_tokens, small_model, with_documents
@@ -491,6 +493,23 @@ def test_keep_cache_false_keeps_none_and_changes_nothing():
     for solver in (jacobi, cyclic, autoregressive):
         a, b = solver(model, idx), solver(model, idx, keep_cache=False)
         assert b.cache is None and torch.equal(a.states, b.states)
+
+
+def test_a_step_leaves_no_cache_behind():
+    """What it has written and read is free at once, and not when Python looks for circles."""
+    model, idx = small_model(), random_tokens(2, 9)
+
+    def alive():
+        return sum(type(x) in (Cache, attention._Tape) for x in gc.get_objects())
+
+    gc.collect()
+    before = alive()
+    gc.disable()
+    try:
+        model.loss(solve(model, idx).final, idx).backward()
+        assert alive() == before
+    finally:
+        gc.enable()
 
 
 def test_a_cache_is_a_tape_that_the_backward_pass_rewinds():

@@ -356,6 +356,12 @@ def test_other_models_weights_are_refused_by_name(name):
         from_qwen3({name: torch.zeros(1)})
 
 
+def test_an_untied_head_is_refused():
+    state = to_qwen3(our_qwen3().state_dict())
+    with pytest.raises(ValueError, match="only a tied head"):
+        from_qwen3(state | {"lm_head.weight": state["lm_head.weight"] + 1})
+
+
 # -- layout ---------------------------------------------------------------------------------
 
 

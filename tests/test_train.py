@@ -3,7 +3,9 @@
 import csv
 import errno
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -190,6 +192,109 @@ def test_case_19_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(folder, monk
     assert losses(folder / "whole/log.csv") == losses(folder / "half/log.csv")
     starts = [whole.rows.start(n) for n in range(32)]
     assert len(set(starts)) == 32  # the second half saw other windows than the first
+
+
+def test_a_new_run_keeps_the_one_before(folder, monkeypatch, capsys):
+    in_process(folder, monkeypatch, max_iters=2)
+    files = {name: (folder / "out" / name).read_bytes() for name in ("ckpt.pt", "log.csv")}
+    in_process(folder, monkeypatch, max_iters=3, seed=5)
+    assert "out held a run: it is kept in out/previous" in capsys.readouterr().out
+    for name, content in files.items():
+        assert (folder / "out/previous" / name).read_bytes() == content
+        assert (folder / "out" / name).read_bytes() != content
+
+
+def test_a_resumed_run_goes_by_its_own_settings(folder, monkeypatch, capsys):
+    in_process(folder, monkeypatch, max_iters=2)
+    mine = dict(momentum=0.5, weight_decay=0.0, beta1=0.1, beta2=0.2, seed=5)
+    trainer = in_process(folder, monkeypatch, max_iters=3, init_from="resume", **mine)
+    groups = [g for o in trainer.optimizers for g in o.param_groups]
+    assert {g["weight_decay"] for g in groups} == {0.0}
+    assert {g["momentum"] for g in groups if "momentum" in g} == {0.5}
+    assert {g["betas"] for g in groups if "betas" in g} == {(0.1, 0.2)}
+    said = capsys.readouterr().out
+    assert f"note: goes on with seed=5 (there: {TrainConfig.seed})" in said
+
+
+def test_another_data_set_has_no_best_loss_yet(folder, monkeypatch):
+    in_process(folder, monkeypatch, max_iters=2)
+    shutil.copytree(folder / "data" / TINY["dataset"], folder / "data/other")
+    settings = TINY | dict(dataset="other", init_from="resume", max_iters=3, compile=False)
+    trainer = train.Trainer(TrainConfig(**settings), Processes())
+    assert (trainer.step, trainer.best, trainer.rows_seen) == (2, math.inf, 0)
+
+
+@pytest.mark.parametrize("damage", [{"rng": None}, {"optimizers": []}, {"step": "x"}], ids=str)
+def test_a_damaged_checkpoint_does_not_resume(folder, monkeypatch, damage):
+    in_process(folder, monkeypatch, max_iters=2)
+    state = torch.load("out/ckpt.pt", weights_only=True)
+    torch.save(state | damage, "out/ckpt.pt")
+    with pytest.raises(UserError, match="out/ckpt.pt: not a checkpoint of train.py, or damaged"):
+        in_process(folder, monkeypatch, max_iters=3, init_from="resume")
+
+
+def test_the_log_is_never_without_its_rows(folder, monkeypatch):
+    """Whoever is killed while a resumed run begins has the old log or the new one."""
+    in_process(folder, monkeypatch, max_iters=4)
+    before = (folder / "out/log.csv").read_text()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train.Log.begin(folder / "out/log.csv", 4)
+    assert (folder / "out/log.csv").read_text() == before
+
+
+def test_two_runs_do_not_share_a_folder(folder, monkeypatch):
+    pytest.importorskip("fcntl")
+    in_process(folder, monkeypatch, max_iters=2)
+    settings = TINY | dict(max_iters=3, init_from="resume", compile=False)
+    first = train.Trainer(TrainConfig(**settings), Processes())  # which is not done
+    before = (folder / "out/log.csv").read_text()
+    for init_from in ("scratch", "resume"):
+        with pytest.raises(UserError, match="out_dir=out: another run is writing there"):
+            in_process(folder, monkeypatch, max_iters=3, init_from=init_from)
+    assert (folder / "out/log.csv").read_text() == before
+    first.log.close()
+    in_process(folder, monkeypatch, max_iters=3, init_from="resume")
+
+
+def test_a_torn_line_of_the_log_does_not_count(folder, monkeypatch):
+    in_process(folder, monkeypatch, max_iters=2)
+    with open("out/log.csv", "ab") as f:
+        f.write(b"1,\xff\n3")
+    in_process(folder, monkeypatch, max_iters=4, init_from="resume")
+    assert sorted(losses(folder / "out/log.csv")) == [0, 1, 2, 3]
+
+
+def test_a_signal_at_an_evaluation_does_not_skip_it(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    trainer = train.Trainer(TrainConfig(**TINY | dict(max_iters=4, eval_interval=1)), Processes())
+    with pytest.raises(SystemExit):
+        trainer.run(types.SimpleNamespace(received=signal.SIGTERM))
+    with open("out/log.csv", newline="") as f:
+        assert [(r["step"], bool(r["val_loss"])) for r in csv.DictReader(f)] == [
+            ("0", False), ("1", True)]
+    assert (folder / "out/best.pt").exists()
+
+
+@pytest.mark.parametrize("rank, local, together, said", [
+    ("0", "0", False, "error: x"), ("1", "1", False, ""), ("8", "0", False, "error (rank 8): x"),
+    ("1", "1", True, "error (rank 1): x")])
+def test_who_of_several_processes_says_what_is_wrong(monkeypatch, capsys, rank, local, together,
+                                                     said):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: together)
+
+    def main(_):
+        raise UserError("x")
+
+    with pytest.raises(SystemExit):
+        run(main, [])
+    assert capsys.readouterr().err.strip() == said
 
 
 def test_a_resumed_log_keeps_what_was_written_before(folder, monkeypatch):
@@ -574,6 +679,12 @@ def test_case_35_defaults_need_no_gpu(folder, monkeypatch, capsys):
     (["--device=cuda:9"], ["cuda"]),
     (["--device=meta"], ["meta", "not available"]),
     (["--seed=99999999999999999999"], ["seed", "whole number"]),
+    (["--seed=-1"], ["seed=-1", "at least 0"]),
+    (["--max_iters=0"], ["max_iters=0", "at least 1"]),
+    (["--learning_rate=nan"], ["learning_rate=nan", "at least 0"]),
+    (["--grad_clip=-1"], ["grad_clip=-1.0", "at least 0"]),
+    (["--momentum=1"], ["momentum=1.0", "less than 1"]),
+    (["--out_dir=data/random/meta.json"], ["out_dir", "no folder"]),
     (["--kv=vanila"], ["vanila", "vanilla"]),
     (["--dtype=float8"], ["float8", "bfloat16"]),
     (["--init_from=resume", "--out_dir=empty"], ["empty"]),
@@ -605,6 +716,12 @@ def test_case_14_16_settings_override_in_both_orders_and_convert(tmp_path):
         assert parse(TrainConfig(), [f"--learning_rate={text}"], "").learning_rate == float(text)
     assert train.pick_dtype("bf16", "cpu") == torch.bfloat16
     assert train.pick_device("cpu:0") == "cpu"
+    path.write_text("from math import pi as _pi, sqrt\nfrom functools import lru_cache\n"
+                    "@lru_cache\ndef f(): return 4\nbatch_size = f()\n")
+    assert parse(TrainConfig(), [str(path)], "").batch_size == 4
+    path.write_bytes(b"# \xff\n")
+    with pytest.raises(UserError, match="c.py: cannot read this file as UTF-8"):
+        parse(TrainConfig(), [str(path)], "")
     path.write_text("lerning_rate = 1\n")
     with pytest.raises(UserError, match="c.py.*learning_rate"):
         parse(TrainConfig(), [str(path)], "")
