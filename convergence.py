@@ -405,7 +405,7 @@ class Prefill:
             self.graph = record(self.run)
 
     def run(self):
-        self.schedule(self.model, self.idx, keep_cache=True)
+        self.solution = self.schedule(self.model, self.idx, keep_cache=True)
 
     def prepare_steps(self):
         B, self.replays = self.idx.shape

@@ -117,7 +117,7 @@ def test_the_equations_of_jacobi_passes(name, truncation):
 def test_the_equations_of_cyclic_passes(name, truncation):
     oracle, solution, traces = check(name, cyclic, "cyclic", ROWS, (2, *truncation))
     residual = solution.report.residuals[-1]
-    if isinstance(oracle, oracle_baselines.LCKV) or sum(truncation) < 2:
+    if isinstance(oracle, oracle_baselines.LCKV):
         assert residual > 0
         return
     # of the states that the channels are made of
@@ -438,7 +438,7 @@ def test_flops_of_a_single_layer(mode):
 
 @pytest.mark.parametrize("w, printed", [(4, (1.421, 0.935, 0.173)), (7, (1.174, 0.738, 0.175))])
 def test_flops_of_lckv_beside_the_papers(w, printed):
-    """To the digit but for prefill, where the paper's is 0.2 % higher."""
+    """Within one of the last digit, but for prefill, where the paper's is 0.2 % higher."""
     c = ModelConfig(kv="lckv", lckv_w=w, n_groups=1, n_nograd=7, n_grad=2)
     for mode, theirs in zip(MODES, printed):
         ours = flops_per_token(c, 2048, mode) / 1e9
