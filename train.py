@@ -320,7 +320,7 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
         # torch's own words for a file that would run code on loading advise to allow it
         reason = "holds something other than tensors and plain values" \
             if isinstance(error, pickle.UnpicklingError) else \
-            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            ": ".join(filter(None, [type(error).__name__, " ".join(str(error).split())[:120]]))
         raise UserError(f"{path}: not a checkpoint of train.py, or damaged ({reason})") from None
     return state
 
