@@ -20,6 +20,7 @@ from torch import Tensor
 import train
 from attention import Cache, Rows
 from baselines import named_configs
+from checkpoint import load_model
 from configurator import UserError, key, parse
 from decoding import Schedule, ready, record, steps_of
 from flops import flops_per_token, store_flops
@@ -71,7 +72,7 @@ def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
         config, T = random_sizes(c)
         model = random_model(config, device, c.seed)
         return model.eval(), *random_tokens(c, config, T, device)
-    model, checkpoint = train.load_model(c.out_dir, device)
+    model, checkpoint = load_model(c.out_dir, device)
     if not model.iterates:
         raise UserError(f"{c.out_dir}: kv={model.config.kv} is exact in one pass, there is no "
                         "schedule to compare")

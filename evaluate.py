@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from checkpoint import load_model
 from configurator import UserError, key, parse, run, run_command
 from convergence import CLOSE, PassLosses
 from dataset import load_meta, open_tokens, to_device
@@ -36,7 +37,7 @@ from decoding import SOLVERS, TOLERANCE, Schedule, ready, record
 from model import Decoder
 from solvers import Report
 from timing import check, device_name, machine, write_json
-from train import compile_pieces, load_model, pick_device, pick_dtype
+from train import compile_pieces, pick_device, pick_dtype
 
 SPLITS = ("train", "val", "test")
 REFERENCE = (16, 32)  # groups and passes that stand in for decoding there

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from baselines import Plan, named, plan
+from checkpoint import load_checkpoint, load_model
 from configurator import UserError, key, parse, run
 from dataset import load_meta
 from decoding import TOLERANCE, Schedule
@@ -30,7 +31,7 @@ from model import Decoder, ModelConfig, rms_norm
 from pool import scale
 from sample import read_text
 from tokenizer import Tokenizer, get_tokenizer
-from train import load_checkpoint, load_model, pick_device
+from train import pick_device
 
 PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"
 # Okabe and Ito's colours, which all can tell apart; then the same with another dash

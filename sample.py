@@ -22,12 +22,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint import load_model
 from configurator import UserError, key, parse, run
 from decoding import SOLVERS, TOLERANCE, Stats, check_choice, generate, ready
 from model import Decoder
 from prepare_data import Tokenizer, get_tokenizer
 from solvers import evaluation_schedule
-from train import load_model, pick_device, pick_dtype
+from train import pick_device, pick_dtype
 
 
 @dataclass

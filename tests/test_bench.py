@@ -12,12 +12,12 @@ import bench
 import convergence
 import flops
 from bench import PAPER
+from checkpoint import save_checkpoint
 from configurator import UserError, run
 from flops import MODES, count_flops, flops_per_token
 from model import ModelConfig
 from pool import build
 from solvers import autoregressive, cyclic
-from train import save_checkpoint
 
 TINY = dict(vocab_size=64, n_layer=3, n_embd=16, n_head=4, n_kv_head=2, head_dim=6, n_hidden=24,
             n_channels=3)

@@ -18,6 +18,7 @@ from small import random_tokens, small_model, with_documents
 import downstream
 import evaluate
 import model as model_module
+from checkpoint import save_checkpoint
 from configurator import UserError, run
 from decoding import Schedule
 from downstream import Scorer, pieces
@@ -30,7 +31,6 @@ from evaluate import (
 )
 from solvers import autoregressive, cyclic, jacobi, solve
 from tokenizer import Tokenizer, get_tokenizer
-from train import save_checkpoint
 
 BYTES = dict(vocab_size=320, eos_id=256, n_groups=4)
 META = {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256, "dtype": "uint16", "tokens": {}}

@@ -13,13 +13,14 @@ from small import random_tokens, small_model
 import bench
 import pictures
 from baselines import named, plan
+from checkpoint import save_checkpoint
 from configurator import UserError, run
 from decoding import Schedule
 from model import ModelConfig
 from pictures import Connectome, Curve, CurvesConfig
 from solvers import cyclic
 from tokenizer import get_tokenizer
-from train import Log, save_checkpoint
+from train import Log
 
 BYTES = dict(vocab_size=320, eos_id=256, n_groups=4)
 META = {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256, "dtype": "uint16", "tokens": {}}

@@ -13,7 +13,7 @@ from small import random_tokens, small_model
 
 import decoding
 import sample
-import train
+from checkpoint import save_checkpoint
 from configurator import UserError
 from model import ModelConfig
 from pool import build
@@ -28,7 +28,7 @@ def save(path, model, **changes):
     """A checkpoint as train.py writes it, of a byte model with block_size 32."""
     meta = {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256, "dtype": "uint16",
             "tokens": {}}
-    train.save_checkpoint(path, {
+    save_checkpoint(path, {
         "model": model.state_dict(), "model_config": dataclasses.asdict(model.config),
         "config": {"block_size": 32}, "meta": meta, "step": 1} | changes)
     return path

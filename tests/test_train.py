@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import checkpoint
 import train
 from configurator import UserError, run
 from train import Muon, Processes, TokenRows, TrainConfig, clip_and_reduce, learning_rate
@@ -308,7 +309,7 @@ def test_a_resumed_log_keeps_what_was_written_before(folder, monkeypatch):
 
 def test_case_22_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "ckpt.pt"
-    train.save_checkpoint(path, {"a": torch.ones(3)})
+    checkpoint.save_checkpoint(path, {"a": torch.ones(3)})
     before = path.read_bytes()
 
     def broken(state, f):
@@ -317,7 +318,7 @@ def test_case_22_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch)
 
     monkeypatch.setattr(torch, "save", broken)
     with pytest.raises(UserError, match="no space.*earlier checkpoint"):
-        train.save_checkpoint(path, {"a": torch.zeros(3)})
+        checkpoint.save_checkpoint(path, {"a": torch.zeros(3)})
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt.pt"]
 
@@ -344,12 +345,12 @@ def test_case_21_wrapper_prefixes_are_stripped_and_unknown_keys_refused(folder, 
     assert not any("_orig_mod" in k or k.startswith("module.") for k in state["model"])
     state["model"] = {f"module._orig_mod.{k}": v for k, v in state["model"].items()}
     torch.save(state, "b.pt")
-    model, _ = train.load_model("b.pt")
+    model, _ = checkpoint.load_model("b.pt")
     assert torch.equal(model.embed, trainer.model.embed)
     state["model"]["surprise"] = torch.zeros(1)
     torch.save(state, "c.pt")
     with pytest.raises(UserError, match="surprise"):
-        train.load_model("c.pt")
+        checkpoint.load_model("c.pt")
 
 
 @pytest.mark.parametrize("part, value, words", [
@@ -361,7 +362,7 @@ def test_case_21_what_a_checkpoint_lacks_is_named(folder, monkeypatch, part, val
     state = torch.load("a/ckpt.pt", weights_only=True)
     torch.save(state | {part: value}, "b.pt")
     with pytest.raises(UserError, match="b.pt: not a checkpoint of train.py.*" + words):
-        train.load_model("b.pt")
+        checkpoint.load_model("b.pt")
 
 
 def test_a_flipped_bit_is_noticed(folder, monkeypatch):
@@ -370,7 +371,7 @@ def test_a_flipped_bit_is_noticed(folder, monkeypatch):
     content[len(content) // 2] ^= 4
     (folder / "without_ending").write_bytes(content)
     with pytest.raises(UserError, match="without_ending: not a checkpoint of train.py, or damaged"):
-        train.load_model("without_ending")
+        checkpoint.load_model("without_ending")
 
 
 def test_ar4_trains_by_the_exact_solution(folder, monkeypatch):
@@ -630,7 +631,7 @@ def test_the_best_checkpoint_is_kept(folder, monkeypatch):
     trainer.run()
     best, last = (torch.load(f"out/{n}.pt", weights_only=True) for n in ("best", "ckpt"))
     assert (best["step"], best["best_val_loss"], last["step"]) == (2, 2.0, 4)
-    assert train.load_model("out/best.pt")[1]["step"] == 2
+    assert checkpoint.load_model("out/best.pt")[1]["step"] == 2
     assert sorted(p.name for p in Path("out").iterdir()) == ["best.pt", "ckpt.pt", "log.csv"]
 
 
