@@ -84,12 +84,17 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
         state["config"]["block_size"]
         state["meta"]["tokenizer"], state["meta"]["vocab_size"], state["meta"]["eos_id"]
     except Exception as error:
-        # torch's own words for a file that would run code on loading advise to allow it
-        reason = "holds something other than tensors and plain values" \
-            if isinstance(error, pickle.UnpicklingError) else \
-            ": ".join(filter(None, [type(error).__name__, " ".join(str(error).split())[:120]]))
-        raise UserError(f"{path}: not a checkpoint of train.py, or damaged ({reason})") from None
+        raise damaged(path, error) from None
     return state
+
+
+def damaged(path: Path, error: Exception) -> UserError:
+    """What to say of a checkpoint in which something is missing or wrong."""
+    # torch's own words for a file that would run code on loading advise to allow it
+    reason = "holds something other than tensors and plain values" \
+        if isinstance(error, pickle.UnpicklingError) else \
+        ": ".join(filter(None, [type(error).__name__, " ".join(str(error).split())[:120]]))
+    return UserError(f"{path}: not a checkpoint of train.py, or damaged ({reason})")
 
 
 def load_model(path: str | Path, device: str = "cpu") -> tuple[Decoder, dict]:

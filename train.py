@@ -40,7 +40,7 @@ import attention
 import baselines
 import model as model_module
 import pool as pool_module
-from checkpoint import keep_copy, keep_previous, load_checkpoint, save_checkpoint
+from checkpoint import damaged, keep_copy, keep_previous, load_checkpoint, save_checkpoint
 from configurator import UserError, key, parse, run
 from dataset import TokenRows, load_meta
 from flops import flops_per_token, peak_flops
@@ -479,9 +479,7 @@ class Trainer:
             self.step, self.rows_seen = int(state["step"]), int(state["rows_seen"])
             self.best = float(state["best_val_loss"])
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise UserError(f"{self.path}: not a checkpoint of train.py, or damaged "
-                            f"({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-                            ) from None
+            raise damaged(self.path, error) from None
         before = state["config"]
         changed = [f"{name}={getattr(self.c, name)} (there: {before.get(name)})"
                    for name in ("dataset", "seed", "block_size")
@@ -555,7 +553,7 @@ class Trainer:
         while self.step < c.max_iters:
             self.update()
             stop = signals is not None and self.processes.any(bool(signals.received))
-            if stop:
+            if stop:  # at once: whoever sent it may not wait for an evaluation
                 self.save()
             if self.step % c.eval_interval == 0 or self.step == c.max_iters:
                 self.evaluate()  # also before an end: the resumed run begins after it
