@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 try:  # the fast path; Triton comes with PyTorch's CUDA builds
-    import kernels
-    import norm_kernels
+    from kernels import attention as kernels
+    from kernels import norms as norm_kernels
 except ImportError:
     kernels = norm_kernels = None
 

@@ -28,12 +28,10 @@ from torch import Tensor
 import train
 from baselines import named, named_configs, plan
 from configurator import UserError, key, parse, run, run_command
-from convergence import prefill_command, random_model
 from decoding import Choice, Decoding, check_choice, draws, ready
-from flops import MODES, count_flops, flops_per_token, peak_flops
-from model import Decoder, ModelConfig, set_compute_copies
-from pool import build
-from timing import (
+from measure.convergence import prefill_command, random_model
+from measure.flops import MODES, count_flops, flops_per_token, peak_flops
+from measure.timing import (
     check,
     empty,
     environment,
@@ -45,6 +43,8 @@ from timing import (
     whole_number,
     write_json,
 )
+from model import Decoder, ModelConfig, set_compute_copies
+from pool import build
 
 # ---- flops
 

@@ -31,8 +31,8 @@ from solvers import (
 )
 
 try:  # the fast path; Triton comes with PyTorch's CUDA builds
-    import choose_kernels
-    import decode_kernels
+    from kernels import choose as choose_kernels
+    from kernels import decode as decode_kernels
 except ImportError:
     choose_kernels = decode_kernels = None
 

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from checkpoint import load_model
 from configurator import UserError, key, parse, run, run_command
-from convergence import CLOSE, PassLosses
-from dataset import load_meta, open_tokens, to_device
 from decoding import SOLVERS, TOLERANCE, Schedule, ready, record
+from measure.convergence import CLOSE, PassLosses
+from measure.timing import check, device_name, machine, write_json
 from model import Decoder
 from solvers import Report
-from timing import check, device_name, machine, write_json
+from text.rows import load_meta, open_tokens, to_device
 from train import compile_pieces, pick_device, pick_dtype
 
 SPLITS = ("train", "val", "test")
@@ -340,7 +340,7 @@ def jacobi_passes(c: PerplexityConfig, model: Decoder, windows: Windows, best: f
 # ---- the command line
 
 def downstream(argv: list[str]):
-    from downstream import downstream_command  # which uses what is here
+    from measure.downstream import downstream_command  # which uses what is here
 
     downstream_command(argv)
 

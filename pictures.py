@@ -24,13 +24,13 @@ from torch import Tensor
 from baselines import Plan, named, plan
 from checkpoint import load_checkpoint, load_model
 from configurator import UserError, key, parse, run
-from dataset import load_meta
 from decoding import TOLERANCE, Schedule
 from evaluate import Windows
 from model import Decoder, ModelConfig, rms_norm
 from pool import scale
 from sample import read_text
-from tokenizer import Tokenizer, get_tokenizer
+from text.rows import load_meta
+from text.tokenizer import Tokenizer, get_tokenizer
 from train import pick_device
 
 PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"

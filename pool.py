@@ -23,7 +23,7 @@ from model import (
 )
 
 try:  # the fast path; Triton comes with PyTorch's CUDA builds
-    import pool_kernels
+    from kernels import pool as pool_kernels
 except ImportError:
     pool_kernels = None
 

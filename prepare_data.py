@@ -39,8 +39,8 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError, key, parse, run
-from documents import FORMATS, Documents, find_files, fineweb_edu, python_documents
-from tokenizer import Tokenizer, get_tokenizer, pieces
+from text.documents import FORMATS, Documents, find_files, fineweb_edu, python_documents
+from text.tokenizer import Tokenizer, get_tokenizer, pieces
 
 SPLITS = ("train", "val", "test")
 ROW = 2048  # tokens in a row of test.bin, as in the paper

@@ -42,12 +42,12 @@ import model as model_module
 import pool as pool_module
 from checkpoint import damaged, keep_copy, keep_previous, load_checkpoint, save_checkpoint
 from configurator import UserError, key, parse, run
-from dataset import TokenRows, load_meta
-from flops import flops_per_token, peak_flops
+from measure.flops import flops_per_token, peak_flops
 from model import SYSTEMS, Decoder, ModelConfig, add_partial_gradients, set_compute_copies
 from muon import Muon
 from pool import build
 from solvers import solve
+from text.rows import TokenRows, load_meta
 
 
 @dataclass

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import bench
-import convergence
-import flops
 from bench import PAPER
 from checkpoint import save_checkpoint
 from configurator import UserError, run
-from flops import MODES, count_flops, flops_per_token
+from measure import convergence, flops
+from measure.flops import MODES, count_flops, flops_per_token
 from model import ModelConfig
 from pool import build
 from solvers import autoregressive, cyclic

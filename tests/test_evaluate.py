@@ -15,13 +15,11 @@ import tiktoken
 import torch
 from small import random_tokens, small_model, with_documents
 
-import downstream
 import evaluate
 import model as model_module
 from checkpoint import save_checkpoint
 from configurator import UserError, run
 from decoding import Schedule
-from downstream import Scorer, pieces
 from evaluate import (
     Graph,
     Losses,
@@ -29,8 +27,10 @@ from evaluate import (
     first_within,
     mean_losses,
 )
+from measure import downstream
+from measure.downstream import Scorer, pieces
 from solvers import autoregressive, cyclic, jacobi, solve
-from tokenizer import Tokenizer, get_tokenizer
+from text.tokenizer import Tokenizer, get_tokenizer
 
 BYTES = dict(vocab_size=320, eos_id=256, n_groups=4)
 META = {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256, "dtype": "uint16", "tokens": {}}

@@ -19,7 +19,7 @@ from decoding import Schedule
 from model import ModelConfig
 from pictures import Connectome, Curve, CurvesConfig
 from solvers import cyclic
-from tokenizer import get_tokenizer
+from text.tokenizer import get_tokenizer
 from train import Log
 
 BYTES = dict(vocab_size=320, eos_id=256, n_groups=4)

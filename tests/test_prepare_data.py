@@ -17,12 +17,12 @@ import pytest
 import torch
 from test_tokenizers import real, write_qwen_like
 
-import documents
 import prepare_data
 from configurator import UserError
 from model import ModelConfig
 from pool import build
 from prepare_data import get_tokenizer, main, prepare_python
+from text import documents
 from train import TokenRows
 
 ROOT = Path(__file__).parent.parent

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_kernels import begin, launch
+from kernels.decode import begin, launch
 
 CHUNK, WARPS = 2048, 4  # ids of a program of `best`, and its warps
 PICK_WARPS = 16  # of a program of `pick`

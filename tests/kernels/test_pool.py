@@ -4,7 +4,7 @@ import pytest
 import torch
 from interpreted import DEVICE, GPU
 
-import pool_kernels
+from kernels import pool as pool_kernels
 from model import ModelConfig, rms_norm
 from pool import Branch
 

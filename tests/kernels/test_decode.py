@@ -8,14 +8,14 @@ from test_kernels import reference
 
 import attention
 import baselines
-import choose_kernels
-import decode_kernels
 import decoding
-import kernels
 import model as plain
 import pool
 import train
 from attention import Rows
+from kernels import attention as kernels
+from kernels import choose as choose_kernels
+from kernels import decode as decode_kernels
 from model import norm_rotate, rms_norm, rotary_tables, swiglu
 from solvers import autoregressive, one_pass
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from interpreted import DEVICE, GPU
 
-import kernels
+from kernels import attention as kernels
 
 SMALL = {key: {128: value} for key, value in {
     ("forward", "group"): (16, 16, 4, 2, False), ("forward", "full"): (32, 16, 4, 2, True),

@@ -18,9 +18,9 @@ from checkpoint import load_model
 from configurator import UserError, key, parse
 from decoding import SOLVERS, Schedule, generate, ready
 from evaluate import schedule_of
+from measure.timing import check, device_name, machine, write_json
 from model import Decoder, upcast
-from timing import check, device_name, machine, write_json
-from tokenizer import Tokenizer, get_tokenizer
+from text.tokenizer import Tokenizer, get_tokenizer
 from train import pick_device, pick_dtype
 
 CHUNK = 1024  # tokens whose logits are held at a time

@@ -8,9 +8,9 @@ from small import with_documents
 import attention
 import baselines
 import model as plain
-import norm_kernels
 import pool
-import pool_kernels
+from kernels import norms as norm_kernels
+from kernels import pool as pool_kernels
 from model import (
     ModelConfig,
     add_partial_gradients,

@@ -28,7 +28,7 @@ import numpy as np
 import tiktoken
 
 from configurator import UserError
-from documents import fetch
+from text.documents import fetch
 
 PIECE = 2**14  # characters that tiktoken gets at a time: bounds the time that a long run takes
 LOAD_SECONDS = 20  # a network that does not answer is not waited for any longer

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import tiktoken
 
-import tokenizer as tokenizers
+import text.tokenizer as tokenizers
 from configurator import UserError
-from tokenizer import CL100K_PATTERN, GPT2_PATTERN, QWEN_PATTERN, get_tokenizer, pieces
+from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, QWEN_PATTERN, get_tokenizer, pieces
 
 TEXT = """It's a truth universally acknowledged, that a single man in possession of a good fortune,
 must be in want of a wife. However little known the feelings or views of such a man may be, on his

@@ -23,11 +23,11 @@ from baselines import named_configs
 from checkpoint import load_model
 from configurator import UserError, key, parse
 from decoding import Schedule, ready, record, steps_of
-from flops import flops_per_token, store_flops
+from measure.flops import flops_per_token, store_flops
+from measure.timing import check, empty, environment, machine, measure, synchronise, write_json
 from model import Decoder, ModelConfig
 from pool import build
 from solvers import cyclic, evaluation_schedule, interleave
-from timing import check, empty, environment, machine, measure, synchronise, write_json
 
 CLOSE = 0.01  # perplexity counts as converged within 1 % of the exact one
 RESIDUALS_OF = (1, 4, 8, 16)  # groups, in the table of residuals
@@ -89,7 +89,8 @@ def random_sizes(c: PrefillConfig) -> tuple[ModelConfig, int]:
     """Of the random model, and T."""
     config, T = PAPER_MODEL, PAPER_T
     if c.random == "tiny":
-        settings = parse(train.TrainConfig(), [str(Path(__file__).parent / "config/tiny.py")], "")
+        tiny = Path(__file__).parent.parent / "config/tiny.py"
+        settings = parse(train.TrainConfig(), [str(tiny)], "")
         config = train.model_config(settings, {"vocab_size": 257, "eos_id": 256})
         T = settings.block_size
     if c.n_layer is not None:

@@ -33,9 +33,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import kernels
 from attention import Cache, Rows, is_fast
-from kernels import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pair
+from kernels import attention as kernels
+from kernels.attention import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pair
 from model import Block, Decoder, rotary_tables
 
 # More rows and wider layers, in features, are left to model.states and cuBLAS: 16 rows of x have to

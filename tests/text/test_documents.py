@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 from test_tokenizers import MERGES, tokenizer_json
 
-import documents
 import prepare_data
-import tokenizer
 from configurator import UserError
-from documents import Documents, fetch, find_files, fineweb_edu
+from text import documents, tokenizer
+from text.documents import Documents, fetch, find_files, fineweb_edu
 
 
 def texts_of(*files: Path) -> list[str]:
