@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 import train
-from baselines import named, named_configs, plan
+from baselines import build, named, named_configs, plan
 from configurator import UserError, key, parse, run, run_command
-from decoding import Choice, Decoding, check_choice, draws, ready
+from decoding import Choice, check_choice, draws
+from kernels import Fast, accelerate
 from measure.convergence import prefill_command, random_model
 from measure.flops import MODES, count_flops, flops_per_token, peak_flops
 from measure.timing import (
@@ -43,8 +44,8 @@ from measure.timing import (
     whole_number,
     write_json,
 )
-from model import Decoder, ModelConfig, set_compute_copies
-from pool import build
+from model import ModelConfig
+from solvers import solve
 
 # ---- flops
 
@@ -168,7 +169,8 @@ class TrainBenchConfig(SystemsConfig):
     batch_size: int = key(16, "rows of a micro-step")
     block_size: int = key(2048, "T, tokens per row")
     document: int = key(1000, "tokens of a document on average; 0: a row is one document")
-    compile: bool | None = key(None, "torch.compile small pieces; None: on cuda")
+    compile: bool | None = key(None, "as for train.py")
+    kernels: bool = key(True, "as for train.py; false: plain PyTorch")
     profile: bool = key(False, "GPU time of a micro-step by kind of kernel")
 
 
@@ -180,16 +182,10 @@ def train_command(argv: list[str]):
     if c.document < 0:
         raise UserError(f"document={c.document}: a length, or 0 for rows of one document")
     models, device = c.models(), train.pick_device(c.device)
-    dtype, on_cuda = train.pick_dtype(c.dtype, device), device.startswith("cuda")
-    compiled = on_cuda if c.compile is None else c.compile
-    if compiled:
-        train.compile_pieces()
-    peak = peak_flops(device)
-    how = {"compiled": compiled, "cuda_graph": on_cuda and c.graph,
-           "peak_flops": peak, **environment(device, dtype)}
-    print(f"{machine(device, dtype)}, {'' if compiled else 'not '}compiled, "
-          f"{'CUDA graph' if how['cuda_graph'] else 'eager'}\n{c.batch_size} x {c.block_size} "
-          f"tokens, vocabulary {c.vocab_size:,}, L={c.n_layer}, D={c.n_embd}; MFU of "
+    dtype, peak = train.pick_dtype(c.dtype, device), peak_flops(device)
+    how = {"peak_flops": peak, **environment(device, dtype)}
+    print(f"{machine(device)}\n{c.batch_size} x {c.block_size} tokens, "
+          f"vocabulary {c.vocab_size:,}, L={c.n_layer}, D={c.n_embd}; MFU of "
           f"{'n/a' if peak is None else f'{peak / 1e12:.0f} TFLOP/s'}; share: of optimizer in one "
           "micro-step and it\n")
     print(f"{'':10s} {'passes':>6s} {'ms':>9s} {'tokens/s':>10s} {'x':>6s} {'MFU':>6s} {'GiB':>6s} "
@@ -208,7 +204,7 @@ def train_command(argv: list[str]):
         print(f"{name:10s} {passes_of(config):>6s} {1e3 * seconds:9.2f} {speed:10,.0f} "
               f"{r['ratio']:6.2f} {percent(r['mfu'])} {gib(r['peak_bytes'])} {1e3 * update:13.2f} "
               f"{percent(r['optimizer_share'])} {1e3 * r['loss']['median_seconds']:8.2f} "
-              f"{gib(r['loss_peak_bytes'])} {r['first_seconds']:8.1f}", flush=True)
+              f"{gib(r['loss_peak_bytes'])} {r['first_seconds']:8.1f}  {r['runs']}", flush=True)
     for name, r in results.items():
         if r["kernels"]:
             print(f"\n{name}: GPU time of a micro-step, ms, and number of kernels")
@@ -225,50 +221,59 @@ def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
     model = random_model(config, device, c.seed)
     flat = train.flat_gradient(model)
     optimizers = train.make_optimizers(model, train.TrainConfig())
-
-    def renew_copies():
-        if on_cuda and dtype != torch.float32:
-            set_compute_copies(model, dtype)
-
-    graph = on_cuda and c.graph
-    optimizer_step = train.OptimizerStep(optimizers, renew_copies, graph)
+    fast = accelerate(model, dtype, c.compile, c.kernels, training=True, graph=c.graph)
 
     def update():
+        for optimizer in optimizers:
+            optimizer.step()
+        fast.after_step()
+
+    update = fast.graphed(update)
+
+    def step():
         train.clip_and_reduce(flat, 1.0, train.Processes())
-        optimizer_step(3e-4)
+        update()
         flat.zero_()
 
-    renew_copies()
     x, y = random_rows(c, device)
-    r = time_micro_step(train.MicroStep(model, 1.0, dtype, graph), x, y, c, device)
-    r["optimizer"] = measure(update, device, c.warmups, c.trials, x.numel())
+    r = {"runs": str(fast)} | time_micro_step(fast, x, y, c, device)
+    r["optimizer"] = measure(step, device, c.warmups + 3, c.trials, x.numel())
     r["peak_bytes"] = torch.cuda.max_memory_allocated() if on_cuda else None
-    return r | time_loss(model, y, c, device, dtype)
+    return r | time_loss(fast, y, c, device)
 
 
-def time_micro_step(micro_step: train.MicroStep, x: Tensor, y: Tensor, c: TrainBenchConfig,
-                    device: str) -> dict:
-    """Its first run, which compiles and captures, and those after it."""
+def time_micro_step(fast: Fast, x: Tensor, y: Tensor, c: TrainBenchConfig, device: str) -> dict:
+    """Its first runs, which compile and capture, and those after them."""
+    def micro_step(x, y):
+        with fast.autocast():
+            loss = fast.model.loss(solve(fast.model, x).final, y)
+        loss.backward()
+        fast.after_backward()
+        return loss.detach()
+
+    graphed = fast.graphed(micro_step)
+
     def run_once():
-        micro_step(x, y)
+        graphed(x, y)
 
     began = time.perf_counter()
-    run_once()
+    for _ in range(3 if fast.graph else 1):
+        run_once()
     synchronise(device)
     return {"first_seconds": time.perf_counter() - began,
             "micro_step": measure(run_once, device, c.warmups, c.trials, x.numel()),
             "kernels": kernel_times(run_once, device) if c.profile else None}
 
 
-def time_loss(model: Decoder, y: Tensor, c: TrainBenchConfig, device: str,
-              dtype: torch.dtype) -> dict:
+def time_loss(fast: Fast, y: Tensor, c: TrainBenchConfig, device: str) -> dict:
     """Head and cross-entropy, forward and backward, and the memory that they need at their peak."""
-    before = empty(device)
-    h = torch.randn(*y.shape, model.config.n_embd, device=device).to(dtype).requires_grad_()
+    before, D = empty(device), fast.model.config.n_embd
+    h = torch.randn(*y.shape, D, device=device)
+    h = (h.to(fast.dtype) if fast.twin is not None else h).requires_grad_()
 
     def run_once():
-        with train.autocast(device, dtype):
-            loss = model.loss(h, y)
+        with fast.autocast():
+            loss = fast.model.loss(h, y)
         loss.backward()
 
     r = {"loss": measure(run_once, device, c.warmups, c.trials, y.numel())}
@@ -351,10 +356,9 @@ def decode_command(argv: list[str]):
     check(c, "context", "steps", "trials", "warmups")
     check_choice(c)
     models, device = c.models(), train.pick_device(c.device)
-    dtype, on_cuda = train.pick_dtype(c.dtype, device), device.startswith("cuda")
+    dtype = train.pick_dtype(c.dtype, device)
     batch_sizes = [whole_number("batch_sizes", part) for part in c.batch_sizes.split(",")]
-    print(f"{machine(device, dtype)}, {'CUDA graph' if on_cuda and c.graph else 'eager'}, not "
-          f"compiled\ncontext {c.context}, L={c.n_layer}, D={c.n_embd}, vocabulary "
+    print(f"{machine(device)}\ncontext {c.context}, L={c.n_layer}, D={c.n_embd}, vocabulary "
           f"{c.vocab_size:,}, temperature {c.temperature}, top_k {c.top_k}; GB/s: keys and values "
           "that attention reads, over the whole time\n")
     print(f"{'':10s} {'batch':>5s} {'us/token':>9s} {'tokens/s':>9s} {'x':>6s} {'GB/s':>7s} "
@@ -369,9 +373,8 @@ def decode_command(argv: list[str]):
             print(f"{name:10s} {B:5d} {1e6 * r['seconds_per_step']:9.1f} "
                   f"{r['tokens_per_second']:9,.0f} {r['ratio']:6.3f} "
                   f"{r['bytes_per_second'] / 1e9:7.1f} {r['cache_bytes'] / 2**20:9.1f} "
-                  f"{r['first_seconds']:8.1f}", flush=True)
-    write_json(c.json, {"command": "decode", "settings": asdict(c), "compiled": False,
-                        "cuda_graph": on_cuda and c.graph, **environment(device, dtype),
+                  f"{r['first_seconds']:8.1f}  {r['runs']}", flush=True)
+    write_json(c.json, {"command": "decode", "settings": asdict(c), **environment(device, dtype),
                         "results": results})
 
 
@@ -379,35 +382,37 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
                   dtype: torch.dtype) -> dict:
     """Figures of one system at batch B."""
     empty(device)
-    model = ready(random_model(config, device, c.seed), dtype)
+    fast = accelerate(random_model(config, device, c.seed), dtype, graph=c.graph)
+    model = fast.model
     # the last id, which ends documents, is never drawn: the context stays as long as it is
     choice = Choice(draws(c.seed, c.steps + 1, B).to(device), c.temperature, c.top_k, c.top_p,
                     config.vocab_size - 1)
     token = torch.zeros(B, dtype=torch.long, device=device)
-    h = model.embed_tokens(token)
-    cache = model.new_cache(B, c.context + c.steps + 1, like=h)
-    cache.k.normal_()
-    cache.v.normal_()
-    decoding = Decoding(model, h, cache, token + c.context, token, choice, c.context)
-    began = time.perf_counter()
-    if device.startswith("cuda") and c.graph:
-        decoding.capture()
+    with fast.autocast():
+        h = model.embed_tokens(token)
+        cache = model.new_cache(B, c.context + c.steps + 1, like=h)
+        for x in (*cache.k, *cache.v):
+            x.normal_()
+        decoding = fast.decoding(model, h, cache, token + c.context, token, choice, c.context)
+        began = time.perf_counter()
+        decoding.prepare(c.steps + 1)
     synchronise(device)
     first_seconds = time.perf_counter() - began
 
     def run_once():
         decoding.index.fill_(c.context)
         decoding.n.zero_()
-        if not decoding.static:
+        if not fast.graph:
             decoding.steps.filled = c.context
-        for _ in decoding.tokens(c.steps + 1):
-            pass
+        with fast.autocast():
+            for _ in decoding.tokens(c.steps + 1):
+                pass
 
     r = measure(run_once, device, c.warmups, c.trials, B * c.steps)
     seconds = r["median_seconds"] / c.steps
-    per_token = 2 * config.n_kv_head * config.head_dim * cache.k.element_size()
+    per_token = 2 * config.n_kv_head * config.head_dim * cache.k[0].element_size()
     read = sum(len(layer.keys) + len(layer.values) for layer in plan(config).layers) / 2
-    return r | {"first_seconds": first_seconds, "seconds_per_step": seconds,
+    return r | {"runs": str(fast), "first_seconds": first_seconds, "seconds_per_step": seconds,
                 "cache_bytes": per_token * B * c.context * model.n_channels,
                 "bytes_per_second": per_token * B * c.context * read / seconds}
 
@@ -458,7 +463,7 @@ def systems_command(argv: list[str]):
         trainer = train.Trainer(settings, Quiet())
         if not results:
             tokens = trainer.tokens_per_step
-            print(f"{machine(trainer.device, trainer.dtype)}; {settings.dataset}, {c.max_iters} "
+            print(f"{machine(trainer.device)}, {trainer.fast}; {settings.dataset}, {c.max_iters} "
                   f"steps of {tokens:,} tokens each\ncache: over vanilla's; s: steps and the "
                   "validation after them; loss: of validation, nats per token\n\n"
                   f"{'':12s} {'parameters':>10s} {'cache':>6s} {'passes':>6s} {'s':>7s} "

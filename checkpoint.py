@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from baselines import build
 from configurator import UserError
 from model import Decoder, ModelConfig
-from pool import build
 
 
 def save_checkpoint(path: Path, state: dict):
@@ -101,6 +101,9 @@ def load_model(path: str | Path, device: str = "cpu") -> tuple[Decoder, dict]:
     """Model in evaluation mode and its checkpoint, from a file or an out_dir."""
     state = load_checkpoint(path)
     model = build(ModelConfig(**state["model_config"]))
+    if "embed" in state["model"]:
+        raise UserError(f"{path}: written by an earlier version, whose parameters had other names; "
+                        "train it again, or sample with that version")
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:

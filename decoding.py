@@ -8,17 +8,15 @@ Dimensions: B rows, T tokens, D width, V vocabulary, C channels, S columns of th
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from attention import Cache, is_fast
+from attention import Cache
 from configurator import UserError
-from model import Decoder, set_compute_copies
+from model import Decoder
 from solvers import (
     Report,
     Solution,
@@ -30,26 +28,12 @@ from solvers import (
     solve,
 )
 
-try:  # the fast path; Triton comes with PyTorch's CUDA builds
-    from kernels import choose as choose_kernels
-    from kernels import decode as decode_kernels
-except ImportError:
-    choose_kernels = decode_kernels = None
-
 SOLVERS = ("cyclic", "jacobi", "autoregressive")
 # --exact ends at these relative residuals: about where rounding takes over
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
-# ---- prefill, one token, one choice
-
-
-def ready(model: Decoder, dtype: torch.dtype) -> Decoder:
-    """The model computing in dtype; RoPE and norms still compute in float32."""
-    if model.embed.is_cuda and dtype in (torch.bfloat16, torch.float16):
-        set_compute_copies(model, dtype)  # weights that are used as one lie side by side
-        return model
-    return model.to(dtype)
+# ---- prefill
 
 
 def prefill(model: Decoder, idx: Tensor, solver: str = "cyclic", passes: int | None = None,
@@ -99,6 +83,9 @@ class Schedule:
         return f"{solver}{groups}, {passes}"
 
 
+# ---- a token
+
+
 def step(model: Decoder, cache: Cache, token: Tensor, index: Tensor, start: Tensor) -> Tensor:
     """Decode one token per row (section 3.2) and append it to the cache; returns h[L] (B, D).
 
@@ -117,12 +104,12 @@ def next_start(model: Decoder, token: Tensor, index: Tensor, start: Tensor) -> T
     return start if eos_id is None else torch.where(token == eos_id, index + 1, start)
 
 
-class PlainSteps:
-    """`step` and what comes with it, as decode_kernels.Steps has it for few rows on a GPU."""
+class Steps:
+    """`step` for the same rows again and again, and what comes with it."""
 
-    def __init__(self, model: Decoder, cache: Cache, filled: int | None = None):
+    def __init__(self, model: Decoder, cache: Cache, filled: int | None):
         """filled: columns in use before the first step; attention then gets a view up to the newest
-        one. None: it gets all, and knows from the device which ones to read."""
+        one. None: it gets all, and knows from the rows which ones to read."""
         self.model, self.cache, self.filled = model, cache, filled
 
     def __call__(self, ids: Tensor, index: Tensor, start: Tensor, count: Tensor) -> Tensor:
@@ -131,8 +118,7 @@ class PlainSteps:
         cache, ids = self.cache, ids.clamp(min=0)
         if self.filled is not None:
             self.filled += 1
-            cache = Cache(cache.k[:, :, :self.filled], cache.v[:, :, :self.filled], cache.sink,
-                          cache.weights)
+            cache = cache.first(self.filled)
         h = step(self.model, cache, ids, index, start)
         start.copy_(next_start(self.model, ids, index, start))
         index += 1
@@ -147,18 +133,15 @@ class PlainSteps:
         """Nothing goes on beside the step."""
 
 
-def steps_of(model: Decoder, cache: Cache, like: Tensor, filled: int | None = None):
-    """Steps on states like these, by kernels of their own if these serve them."""
-    if decode_kernels is not None and decode_kernels.serve(model, like):
-        return decode_kernels.Steps(model, cache)
-    return PlainSteps(model, cache, filled)
+# ---- the choice of a token
 
 
 def choose(logits: Tensor, u: Tensor, temperature: float, top_k: int | None = None,
            top_p: float = 1.0) -> Tensor:
     """Draw an id (B,) from each row of logits (B, V), by one number u (B,) in [0, 1) for each.
 
-    Where a row has a logit that is not finite, the id is -1. Nothing here waits for the device.
+    Exactly top_k ids stay, of equal logits the lowest ids. Where a row has a logit that is not
+    finite, the id is -1. Nothing here waits for the device.
     """
     logits = logits.float()
     finite = logits.sum(-1).isfinite()
@@ -167,13 +150,16 @@ def choose(logits: Tensor, u: Tensor, temperature: float, top_k: int | None = No
     scaled = logits / temperature  # 0 where that is infinite: every id that is kept is as likely
     if top_k or top_p < 1:
         likeliest = logits.topk(min(top_k or logits.size(-1), logits.size(-1))).values
-        least = likeliest[:, -1:]
+        n = likeliest.size(-1)
         if top_p < 1:  # up to the token that completes it: the likeliest always stays
             probs = (likeliest / temperature).softmax(-1)
-            kept = probs.cumsum(-1) - probs < top_p
-            kept[:, 0] = True  # also where top_p is 0 in this precision
-            least = torch.where(kept, likeliest, torch.inf).amin(-1, keepdim=True)
-        scaled = scaled.masked_fill(logits < least, -torch.inf)
+            n = (probs.cumsum(-1) - probs < top_p).sum(-1, keepdim=True).clamp(min=1)
+            least = likeliest.gather(-1, n - 1)
+        else:
+            least = likeliest[:, -1:]
+        above, equal = logits > least, logits == least
+        kept = above | equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True))
+        scaled = scaled.masked_fill(~kept, -torch.inf)
     total = scaled.softmax(-1).cumsum(-1)
     ids = (total <= u[:, None] * total[:, -1:]).sum(-1)
     return torch.where(finite, ids, -1)
@@ -191,13 +177,8 @@ class Choice:
 
     def __call__(self, logits: Tensor, n: Tensor, out: Tensor):
         """The n-th ids, n (1,), from logits (B, V), to out (B,)."""
-        logits = logits[:, :self.n_ids]
-        if choose_kernels is not None and is_fast(logits) and self.top_p == 1 \
-                and logits.dtype == torch.bfloat16:
-            choose_kernels.choose(logits, self.u, n, self.temperature, self.top_k, out)
-        else:
-            u = self.u.index_select(0, n)[0]
-            out.copy_(choose(logits, u, self.temperature, self.top_k, self.top_p))
+        u = self.u.index_select(0, n)[0]
+        out.copy_(choose(logits[:, :self.n_ids], u, self.temperature, self.top_k, self.top_p))
 
 
 def check_choice(c):
@@ -227,105 +208,38 @@ class Stats:
     report: Report | None = None  # of the prefill's solver
     prefill_tokens: int = 0  # every prompt is prefilled once, however many samples it has
     prefill_seconds: float = 0.0
-    capture_seconds: float = 0.0  # to record the CUDA graph, if there is one
+    capture_seconds: float = 0.0  # of what is made ready for many steps, such as a CUDA graph
     decode_tokens: int = 0
     decode_seconds: float = 0.0  # as the clock on the wall: with what the caller does meanwhile
 
 
-def record(function: Callable, undo: Callable = lambda: None) -> torch.cuda.CUDAGraph:
-    """function() as a CUDA graph, after two calls that compile its kernels, each undone."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            function()
-            undo()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, stream=stream):
-        function()
-    return graph
-
-
 class Decoding:
-    """A batch in the middle of being decoded: its cache, and what a step needs and renews; on CUDA
-    a step is recorded once, as a CUDA graph.
+    """A batch in the middle of being decoded: its cache, and what a step needs and renews.
 
-    A step changes tensors in place, no shape, and waits for nothing. Unless `static`, attention
-    gets a view of the cache up to the newest column.
-
-    The newest ids are in ids[newest]. The next step writes those after them to the other half, so
-    that they may leave for the host while it runs.
+    (kernels/graphs.py has one with the same methods for CUDA, where a step is a CUDA graph.)
     """
 
     def __init__(self, model: Decoder, h: Tensor, cache: Cache, index: Tensor, start: Tensor,
-                 choice: Callable[[Tensor, Tensor, Tensor], None], filled: int = 0,
-                 static: bool | None = None):
+                 choice: Callable[[Tensor, Tensor, Tensor], None], filled: int):
         """h (B, D), final states of the last tokens, yield the first ids; these will stand at
-        columns index (B,) < filled + 1 of documents that begin at start (B,). static: None: on
-        CUDA."""
-        self.static = h.is_cuda if static is None else static
-        self.steps = steps_of(model, cache, h, None if self.static else filled)
-        self.choice = choice
+        columns index (B,) < filled + 1 of documents that begin at start (B,)."""
+        self.steps, self.choice = Steps(model, cache, filled), choice
         self.index, self.start = index.clone(), start.clone()
         self.n = torch.zeros(1, dtype=torch.long, device=h.device)  # ids chosen before
-        self.ids, self.newest = index.new_zeros(2, len(index)), 0
-        choice(self.steps.logits(h), self.n, self.ids[0])
-        self.graphs = []
-        self.side = torch.cuda.Stream() if h.is_cuda else None
+        self.ids = torch.zeros_like(index)
+        choice(self.steps.logits(h), self.n, self.ids)
 
-    def step(self, newest: int):
-        """Run ids[newest] through the model and choose the next."""
-        h = self.steps(self.ids[newest], self.index, self.start, self.n)
-        self.choice(self.steps.logits(h), self.n, self.ids[1 - newest])
-        self.steps.finish()
-
-    def capture(self):
-        """Record a step as a CUDA graph, for either half of ids; nothing has changed afterwards."""
-        state = self.ids, self.index, self.start, self.n
-        saved = [t.clone() for t in state]
-
-        def undo():
-            for t, before in zip(state, saved):
-                t.copy_(before)
-
-        self.graphs = [record(partial(self.step, newest), undo) for newest in range(2)]
-
-    def advance(self):
-        if self.graphs:
-            self.graphs[self.newest].replay()
-        else:
-            self.step(self.newest)
-        self.newest = 1 - self.newest
-
-    def fetch(self) -> Callable[[], list[int]]:
-        """Have the newest ids copied to the host; call the result to wait for them, before the step
-        after the next."""
-        ids = self.ids[self.newest]
-        if self.side is None:
-            return ids.clone().tolist
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            copy, done = ids.to("cpu", non_blocking=True), torch.cuda.Event()
-            done.record()
-
-        def wait() -> list[int]:
-            done.synchronize()
-            return copy.tolist()
-
-        return wait
+    def prepare(self, n: int) -> bool:
+        """Whatever makes n tokens faster: nothing here."""
+        return False
 
     def tokens(self, n: int) -> Iterator[list[int]]:
-        """The next n ids of every row; where it can, the device is a step ahead of the caller."""
-        waiting = deque([self.fetch()])
+        """The next n ids of every row."""
+        yield self.ids.tolist()
         for _ in range(1, n):
-            if self.static:
-                self.advance()
-                waiting.append(self.fetch())
-            yield waiting.popleft()()
-            if not self.static:
-                self.advance()
-                waiting.append(self.fetch())
-        yield waiting.popleft()()
+            h = self.steps(self.ids, self.index, self.start, self.n)
+            self.choice(self.steps.logits(h), self.n, self.ids)
+            yield self.ids.tolist()
 
 
 @torch.no_grad()
@@ -333,7 +247,7 @@ def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
              temperature: float = 0.8, top_k: int | None = None, top_p: float = 1.0,
              seed: int = 1337, solver: str = "cyclic", passes: int | None = None,
              n_groups: int | None = None, tol: float | None = None, stop_id: int | None = None,
-             n_ids: int | None = None, graph: bool = True,
+             n_ids: int | None = None, decoding: type = Decoding,
              stats: Stats | None = None) -> Iterator[list[int | None]]:
     """Continue a batch of prompts (token ids, each at least one, of any lengths).
 
@@ -346,18 +260,17 @@ def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
     if max_new_tokens < 1:
         return
     began = time.perf_counter()
-    u = draws(seed, max_new_tokens, len(prompts)).to(model.embed.device)
-    decoding, stats.report = begin(model, prompts, max_new_tokens,
-                                   Choice(u, temperature, top_k, top_p, n_ids),
-                                   solver, passes, n_groups, tol)
-    decoding.fetch()()  # waits for the device, so that the times are true
+    u = draws(seed, max_new_tokens, len(prompts)).to(model.norm.weight.device)
+    state, stats.report = begin(model, prompts, max_new_tokens,
+                                Choice(u, temperature, top_k, top_p, n_ids),
+                                solver, passes, n_groups, tol, decoding=decoding)
+    state.ids.tolist()  # waits for the device, so that the times are true
     stats.prefill_tokens = sum(map(len, {tuple(p) for p in prompts}))
     stats.prefill_seconds = time.perf_counter() - began
-    if graph and decoding.static and max_new_tokens > 8:  # recording takes about so many steps
-        decoding.capture()
+    if state.prepare(max_new_tokens):
         stats.capture_seconds = time.perf_counter() - began - stats.prefill_seconds
     began, alive = time.perf_counter(), [True] * len(prompts)
-    for n, ids in enumerate(decoding.tokens(max_new_tokens)):
+    for n, ids in enumerate(state.tokens(max_new_tokens)):
         if min(ids) < 0:
             raise UserError("non-finite logits (NaN or infinity): the checkpoint's weights are "
                             "damaged, or its training diverged")
@@ -371,9 +284,9 @@ def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
 
 
 def begin(model: Decoder, prompts: list[list[int]], max_new_tokens: int, choice: Callable,
-          *how, static: bool | None = None) -> tuple[Decoding, Report]:
+          *how, decoding: type = Decoding) -> tuple[Decoding, Report]:
     """Prefill the prompts, each different one once, into a cache with room for all new tokens."""
-    device = model.embed.device
+    device = model.norm.weight.device
     place = {tuple(p): i for i, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
     of = torch.tensor([place[tuple(p)] for p in prompts], device=device)
     lengths = torch.tensor([len(p) for p in place], device=device)
@@ -385,6 +298,7 @@ def begin(model: Decoder, prompts: list[list[int]], max_new_tokens: int, choice:
     start = model.document_starts(idx)[rows, last]
     start = next_start(model, idx[rows, last], last, start)
     cache = model.new_cache(len(of), longest + max_new_tokens, like=h)
-    cache.put(slice(0, longest), solution.cache.k[:, of], solution.cache.v[:, of])
-    decoding = Decoding(model, h[of], cache, lengths[of], start[of], choice, longest, static)
-    return decoding, solution.report
+    for j, (k, v) in enumerate(zip(solution.cache.k, solution.cache.v)):
+        cache.put(slice(0, longest), k[of][None], v[of][None], j)
+    state = decoding(model, h[of], cache, lengths[of], start[of], choice, longest)
+    return state, solution.report

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,13 +31,14 @@ from torch import Tensor
 
 from checkpoint import load_model
 from configurator import UserError, key, parse, run, run_command
-from decoding import SOLVERS, TOLERANCE, Schedule, ready, record
+from decoding import SOLVERS, TOLERANCE, Schedule
+from kernels import Fast, accelerate
 from measure.convergence import CLOSE, PassLosses
 from measure.timing import check, device_name, machine, write_json
 from model import Decoder
 from solvers import Report
 from text.rows import load_meta, open_tokens, to_device
-from train import compile_pieces, pick_device, pick_dtype
+from train import pick_device, pick_dtype
 
 SPLITS = ("train", "val", "test")
 REFERENCE = (16, 32)  # groups and passes that stand in for decoding there
@@ -143,41 +144,20 @@ class Losses:
         return all(report.converged for report in self.reports)
 
 
-class Graph:
-    """A function of a batch as a CUDA graph, recorded at the first call and then replayed."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]):
-        self.function, self.graph = function, None
-
-    def run(self):
-        self.out = self.function(self.x, self.y)
-
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """What function(x, y) returns; overwritten by the next call."""
-        if self.graph is None:
-            self.x, self.y = x.clone(), y.clone()
-            self.graph = record(self.run)
-        self.x.copy_(x)
-        self.y.copy_(y)
-        self.graph.replay()
-        return self.out
-
-
 @torch.no_grad()
-def mean_losses(losses: Losses, windows: Windows, batch_size: int, graph: bool = True
-                ) -> list[float]:
+def mean_losses(losses: Losses, windows: Windows, batch_size: int, fast: Fast) -> list[float]:
     """Nats per token of all targets, after the last pass or after each; they add up on the device.
 
-    `graph`: on CUDA, record a batch as a CUDA graph. Not where a tolerance decides when to end,
-    nor token by token, which would be hundreds of thousands of kernels.
+    Where it is on, a batch is a CUDA graph. Not where a tolerance decides when to end, nor token by
+    token, which would be hundreds of thousands of kernels.
     """
-    device = str(losses.model.embed.device)
-    s = losses.schedule
-    graph = graph and device.startswith("cuda") and s.tol is None and s.solver != "autoregressive"
+    device, s = str(losses.model.norm.weight.device), losses.schedule
+    graph = fast.graph and s.tol is None and s.solver != "autoregressive"
     batch_size = min(batch_size, len(windows))
-    function, total = Graph(losses) if graph else losses, 0
-    for x, y in windows.batches(batch_size, device, full=graph):
-        total = total + function(x, y)
+    function, total = fast.graphed(losses) if graph else losses, 0
+    with fast.autocast():
+        for x, y in windows.batches(batch_size, device, full=graph):
+            total = total + function(x, y)
     means = [nats / windows.n_targets for nats in total.tolist()]
     if not all(map(math.isfinite, means)):
         raise UserError(f"loss {means[-1]}: logits that are not finite; the checkpoint's weights "
@@ -247,15 +227,13 @@ def perplexity_command(argv: list[str]):
         raise UserError("solver=paper has schedules of its own: without exact and tol")
     schedule = None if study else schedule_of(c, model, dtype)
     path, windows = load_windows(c, model, checkpoint)
-    model = ready(model, dtype)
-    if device.startswith("cuda"):
-        compile_pieces()
+    fast = accelerate(model, dtype, graph=c.graph)
     step = checkpoint.get("step")
     print(f"{c.out_dir}: {model.config.kv}, {model.n_params():,} parameters without the "
-          f"embedding{f', step {step}' if step else ''}; {machine(device, dtype)}\n{path}: "
+          f"embedding{f', step {step}' if step else ''}; {machine(device)}, {fast}\n{path}: "
           f"{windows.n_targets:,} targets in {len(windows):,} windows of {windows.block_size}")
     began = time.perf_counter()
-    results = paper_study(c, model, windows) if study else one_score(c, model, windows, schedule)
+    results = paper_study(c, fast, windows) if study else one_score(c, fast, windows, schedule)
     seconds = time.perf_counter() - began
     print(f"{seconds:.1f} s" + ("" if study else f", {windows.n_targets / seconds:,.0f} tokens/s"))
     write_json(c.json, {
@@ -266,10 +244,10 @@ def perplexity_command(argv: list[str]):
         "seconds": seconds, **results})
 
 
-def one_score(c: PerplexityConfig, model: Decoder, windows: Windows, schedule: Schedule) -> dict:
+def one_score(c: PerplexityConfig, fast: Fast, windows: Windows, schedule: Schedule) -> dict:
     """Loss and perplexity under a schedule, printed."""
-    losses = Losses(model, schedule)
-    (loss,) = mean_losses(losses, windows, c.batch_size, c.graph)
+    losses = Losses(fast.model, schedule)
+    (loss,) = mean_losses(losses, windows, c.batch_size, fast)
     report = ""
     if losses.converged is not None:
         report = f" ({'all' if losses.converged else 'not all'} batches converged, " \
@@ -280,11 +258,11 @@ def one_score(c: PerplexityConfig, model: Decoder, windows: Windows, schedule: S
             "loss": loss, "perplexity": perplexity_of(loss)}
 
 
-def paper_study(c: PerplexityConfig, model: Decoder, windows: Windows) -> dict:
+def paper_study(c: PerplexityConfig, fast: Fast, windows: Windows) -> dict:
     """The three figures of section "Iteration schedules in training", printed as they come."""
-    mc = model.config
+    mc = fast.model.config
     trained = Schedule("cyclic", c.passes or 6, c.n_groups or mc.n_groups)
-    by_pass = perplexities(c, model, windows, trained)
+    by_pass = perplexities(c, fast, windows, trained)
     best = min(by_pass)
     n_best = 1 + by_pass.index(best)
     print(f"perplexity after 1 to {trained.passes} cyclic passes, g={trained.n_groups}: "
@@ -292,10 +270,10 @@ def paper_study(c: PerplexityConfig, model: Decoder, windows: Windows) -> dict:
     print(f"(1) best, with the schedule of training: {best:.4f} after {n_best} "
           f"pass{'es' * (n_best > 1)} (training: {mc.n_nograd + mc.n_grad})", flush=True)
     g, passes = REFERENCE
-    decoding = perplexities(c, model, windows, Schedule("cyclic", passes, g), every_pass=False)[-1]
+    decoding = perplexities(c, fast, windows, Schedule("cyclic", passes, g), every_pass=False)[-1]
     print(f"(2) {passes} passes of g={g}, in place of decoding: {decoding:.4f} "
           f"({decoding / best - 1:+.2%})", flush=True)
-    tp = jacobi_passes(c, model, windows, best, decoding)
+    tp = jacobi_passes(c, fast, windows, best, decoding)
     needed = {name: first_within(tp, target) for name, target in
               (("best", best), ("decoding", decoding))}
     shown = {name: n or f"more than {len(tp)}" for name, n in needed.items()}
@@ -308,10 +286,10 @@ def paper_study(c: PerplexityConfig, model: Decoder, windows: Windows) -> dict:
                        "passes_to_decoding": needed["decoding"]}}
 
 
-def perplexities(c: PerplexityConfig, model: Decoder, windows: Windows, schedule: Schedule,
+def perplexities(c: PerplexityConfig, fast: Fast, windows: Windows, schedule: Schedule,
                  every_pass: bool = True) -> list[float]:
-    losses = Losses(model, schedule, every_pass)
-    return [perplexity_of(x) for x in mean_losses(losses, windows, c.batch_size, c.graph)]
+    losses = Losses(fast.model, schedule, every_pass)
+    return [perplexity_of(x) for x in mean_losses(losses, windows, c.batch_size, fast)]
 
 
 def first_within(perplexities: list[float], target: float) -> int | None:
@@ -319,19 +297,19 @@ def first_within(perplexities: list[float], target: float) -> int | None:
     return next((n for n, p in enumerate(perplexities, 1) if p <= target * (1 + CLOSE)), None)
 
 
-def jacobi_passes(c: PerplexityConfig, model: Decoder, windows: Windows, best: float,
+def jacobi_passes(c: PerplexityConfig, fast: Fast, windows: Windows, best: float,
                   decoding: float) -> list[float]:
     """Perplexity after each Jacobi pass, until it is within 1 % of both figures, or max_passes.
 
     A few windows, iterated until they have converged, tell how many passes the whole file needs.
     """
     limit = min(c.max_passes, windows.block_size)
-    few = perplexities(c, model, windows.first(4 * c.batch_size), Schedule("jacobi", limit))
+    few = perplexities(c, fast, windows.first(4 * c.batch_size), Schedule("jacobi", limit))
     hardest = min(best, decoding)
     n = first_within([p * decoding / few[-1] for p in few], hardest) or limit
     n = min(n + 2, limit)
     while True:
-        by_pass = perplexities(c, model, windows, Schedule("jacobi", n))
+        by_pass = perplexities(c, fast, windows, Schedule("jacobi", n))
         if n == limit or first_within(by_pass, hardest):
             return by_pass
         n = min(2 * n, limit)

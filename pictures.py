@@ -27,7 +27,6 @@ from configurator import UserError, key, parse, run
 from decoding import TOLERANCE, Schedule
 from evaluate import Windows
 from model import Decoder, ModelConfig, rms_norm
-from pool import scale
 from sample import read_text
 from text.rows import load_meta
 from text.tokenizer import Tokenizer, get_tokenizer
@@ -481,7 +480,7 @@ def mixing_weights(model: Decoder, idx: Tensor, schedule: Schedule) -> Tensor:
     pool = model.kv_pool
     h = schedule(model, idx).states[:, :, :pool.n_sources]  # (B, T, L, D)
     unit = rms_norm(h, None)
-    return torch.stack([branch.weights(scale(unit, branch.pre_norm))
+    return torch.stack([branch.weights(unit * branch.pre_norm)
                         for branch in (pool.key, pool.value)])
 
 
@@ -536,7 +535,7 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
 
 def read_connectome(c: ConnectomeConfig, model: Decoder, rows: list[list[int]]) -> Connectome:
     """Run the model over the rows, one by one; a pool with a static router is welcome, too."""
-    mc, device = model.config, model.embed.device
+    mc, device = model.config, model.norm.weight.device
     schedule = Schedule("training")
     if c.exact and model.iterates:
         schedule = Schedule("cyclic", 1, mc.n_groups, TOLERANCE[torch.float32])

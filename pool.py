@@ -11,21 +11,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from attention import Cache, Rows, is_fast
-from model import (
-    Decoder,
-    ModelConfig,
-    compute_dtype,
-    linear,
-    norm_rotate,
-    rms_norm,
-    rotary_tables,
-)
-
-try:  # the fast path; Triton comes with PyTorch's CUDA builds
-    from kernels import pool as pool_kernels
-except ImportError:
-    pool_kernels = None
+from attention import Cache, Rows
+from model import Decoder, ModelConfig, rms_norm, rotary_tables, rotate
 
 
 def initial_sources(n_channels: int, n_sources: int, top_output: bool = False) -> Tensor:
@@ -46,14 +33,8 @@ def initial_sources(n_channels: int, n_sources: int, top_output: bool = False) -
     return start
 
 
-def scale(x: Tensor, gain: Tensor) -> Tensor:
-    return (x * gain).to(x.dtype)
-
-
 class Branch(nn.Module):
     """Steps 1 and 2 of section 3.1 for the keys or for the values: mix, norm, project."""
-
-    matrices = ("router", "proj")
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -65,14 +46,14 @@ class Branch(nn.Module):
         self.pre_norm = nn.Parameter(torch.ones(L, D))
         self.router = None
         if c.router == "dynamic":
-            self.router = nn.Parameter(torch.empty(k * L, n_inputs * D))
+            self.router = nn.Linear(n_inputs * D, k * L, bias=False)
         self.bias = nn.Parameter(torch.empty(k, L))
         self.post_norm = nn.Parameter(torch.ones(k, D))
         self.proj = nn.Parameter(torch.empty(k, E, D))
 
     def init_weights(self):
         if self.router is not None:
-            nn.init.zeros_(self.router)
+            nn.init.zeros_(self.router.weight)
         with torch.no_grad():
             self.bias.copy_(0.25 * initial_sources(*self.bias.shape, self.top_output))
         nn.init.normal_(self.proj, std=0.02)
@@ -82,21 +63,18 @@ class Branch(nn.Module):
         if self.router is None:
             return self.bias.to(h.dtype).expand(*h.shape[:2], -1, -1)
         xi = h[:, :, self.inputs].flatten(2)  # (B, T, L' D), sources in increasing order
-        return linear(xi, self.router).unflatten(-1, self.bias.shape) + self.bias.to(h.dtype)
+        return self.router(xi).unflatten(-1, self.bias.shape) + self.bias
 
     def channels(self, unit: Tensor) -> Tensor:
         """Sources of unit RMS (B, T, L, D) -> projected channels (k, B, T, E)."""
-        h = scale(unit, self.pre_norm)
-        mixed = torch.einsum("btkl,btld->btkd", self.weights(h), h)
+        h = (unit * self.pre_norm).to(unit.dtype)
+        mixed = torch.einsum("btkl,btld->btkd", self.weights(h).to(h.dtype), h)
         mixed = rms_norm(mixed, self.post_norm, eps=1e-4)
-        projected = linear(mixed.flatten(0, 1).transpose(0, 1), self.proj)  # (k, B T, E)
-        return projected.unflatten(1, h.shape[:2])
+        return torch.einsum("btkd,ked->kbte", mixed, self.proj)
 
 
 class Pool(nn.Module):
     """Pool(H): the states of each token, on its own, become k keys and k values."""
-
-    gains = ("key_norm",)
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -113,25 +91,18 @@ class Pool(nn.Module):
         if self.dummy is not None:
             nn.init.normal_(self.dummy, std=0.02)
 
-    def channels(self, h: list[Tensor], cos: Tensor, sin: Tensor,
-                 folded=None) -> tuple[Tensor, Tensor]:
-        """L states (B, T, D) -> rotated, normed keys and raw values, both (k, B, T, Hkv, d).
+    def channels(self, h: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """L states (B, T, D) -> rotated, normed keys and raw values, both (k, B, T, Hkv, d)."""
+        unit = rms_norm(torch.stack(h, 2))  # one statistic per source, for both branches
+        k = self.key.channels(unit).unflatten(-1, self.heads)
+        v = self.value.channels(unit).unflatten(-1, self.heads)
+        return rotate(rms_norm(k, self.key_norm[:, None, None, None]), cos, sin), v
 
-        `folded` are the weights as `pool_kernels` uses them, if it is to do the work.
-        """
-        if folded is not None:
-            k, v = folded.channels(h).unflatten(-1, self.heads).unbind()
-        else:
-            unit = rms_norm(torch.stack(h, 2), None)  # one statistic per source, for both branches
-            k = self.key.channels(unit).unflatten(-1, self.heads)
-            v = self.value.channels(unit).unflatten(-1, self.heads)
-        return norm_rotate(k, self.key_norm[:, None, None, None], cos, sin), v
-
-    def dummy_channels(self, folded=None) -> tuple[Tensor, Tensor]:
+    def dummy_channels(self) -> tuple[Tensor, Tensor]:
         """Keys and values (k, Hkv, d) of the dummy: at position 0, its own state at all sources."""
-        h = self.dummy.to(compute_dtype(self.key.proj)).expand(1, 1, -1)
+        h = self.dummy.expand(1, 1, -1)
         pos = torch.zeros(1, 1, dtype=torch.long, device=h.device)
-        k, v = self.channels([h] * self.n_sources, *rotary_tables(pos, self.heads[1]), folded)
+        k, v = self.channels([h] * self.n_sources, *rotary_tables(pos, self.heads[1]))
         return k[:, 0, 0], v[:, 0, 0]
 
 
@@ -158,30 +129,13 @@ class WhiteMatter(Decoder):
         return self.kv_pool.channels(h[self.sources], rows.cos, rows.sin)
 
     def new_cache(self, B: int, S: int, like: Tensor) -> Cache:
-        """It begins with the dummy, and keeps the pool's weights ready for many evaluations."""
-        pool, empty = self.kv_pool, super().new_cache(B, S, like)
-        folded = None
-        if pool_kernels is not None and is_fast(like):
-            folded = pool_kernels.Folded(pool.key, pool.value, like.dtype)
-        sink = pool.dummy_channels(folded) if self.has_dummy else None
-        return Cache(empty.k, empty.v, sink, folded)
+        """It begins with the dummy, which every query reads."""
+        cache = super().new_cache(B, S, like)
+        if self.has_dummy:
+            cache.sink = self.kv_pool.dummy_channels()
+        return cache
 
-    def attend(self, layer: int, q: Tensor, h: list[Tensor], kv: list, rows: Rows,
+    def attend(self, layer: int, q: Tensor, h: list[Tensor], own: list, rows: Rows,
                cache: Cache) -> Tensor:
         return cache.attend(q, layer % self.n_channels, rows)
 
-    def store(self, h: list[Tensor], rows: Rows, cache: Cache):
-        if cache.weights is None:
-            return super().store(h, rows, cache)
-        projected = cache.weights.channels(h[self.sources])
-        cache.put_projected(rows, projected, self.kv_pool.key_norm)
-
-
-def build(config: ModelConfig) -> Decoder:
-    """The model of `config`, freshly initialised."""
-    import baselines  # which needs what is above
-
-    systems = {"vanilla": Decoder, "whitematter": WhiteMatter, **baselines.SYSTEMS}
-    model = systems[config.kv](config)
-    model.init_weights()
-    return model

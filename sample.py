@@ -24,7 +24,8 @@ from pathlib import Path
 
 from checkpoint import load_model
 from configurator import UserError, key, parse, run
-from decoding import SOLVERS, TOLERANCE, Stats, check_choice, generate, ready
+from decoding import SOLVERS, TOLERANCE, Stats, check_choice, generate
+from kernels import accelerate
 from model import Decoder
 from prepare_data import Tokenizer, get_tokenizer
 from solvers import evaluation_schedule
@@ -157,7 +158,7 @@ class Writer:
         self.c, self.device = c, pick_device(c.device)
         self.dtype = pick_dtype(c.dtype, self.device)
         model, checkpoint = load_model(c.out_dir, self.device)
-        self.model = ready(model, self.dtype)
+        self.fast = accelerate(model, self.dtype, graph=c.graph)
         self.tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
         self.eos_id = checkpoint["meta"]["eos_id"]
         self.block_size = checkpoint["config"]["block_size"]
@@ -173,18 +174,19 @@ class Writer:
                    f"block_size={self.block_size} of training; positions beyond it were never "
                    "trained")
         printer = Printer(self.tokenizer, [s for s in starts for _ in range(c.num_samples)], c.stop)
-        for ids in generate(
-                self.model, [p for p in prompts for _ in range(c.num_samples)], c.max_new_tokens,
-                c.temperature, c.top_k, c.top_p, c.seed, c.solver, c.passes, c.n_groups,
-                TOLERANCE[self.dtype] if c.exact else None, None if c.ignore_eos else self.eos_id,
-                self.tokenizer.vocab_size, c.graph, stats):
-            printer.add(ids)
-            if all(printer.ended):
-                break
+        with self.fast.autocast():
+            for ids in generate(
+                    self.fast.model, [p for p in prompts for _ in range(c.num_samples)],
+                    c.max_new_tokens, c.temperature, c.top_k, c.top_p, c.seed, c.solver, c.passes,
+                    c.n_groups, TOLERANCE[self.dtype] if c.exact else None,
+                    None if c.ignore_eos else self.eos_id, self.tokenizer.vocab_size,
+                    self.fast.decoding, stats):
+                printer.add(ids)
+                if all(printer.ended):
+                    break
         printer.close()
         if stats.report is not None:
-            remark(f"{self.device}, {str(self.dtype).removeprefix('torch.')}: "
-                   + describe(c, self.model, stats))
+            remark(f"{self.device}, {self.fast}: {describe(c, self.fast.model, stats)}")
 
     def converse(self):
         """Continue every line that is typed, on its own; Ctrl-C ends a text, Ctrl-D all."""

@@ -94,9 +94,9 @@ def constant(h: States) -> States:
 
 def pool_all(model: Decoder, parts: list[States], groups: list[Rows],
              whole: Cache | None = None) -> Cache:
-    """P = Pool(H) for all tokens, in a new cache, or as a new tape on the memory of `whole`."""
+    """P = Pool(H) for all tokens, in a new cache, or in one that begins as `whole`."""
     x = parts[0][0]
-    cache = Cache(whole.k, whole.v) if whole is not None else model.new_cache(
+    cache = whole.fork() if whole is not None else model.new_cache(
         len(x), sum(h[0].size(1) for h in parts), like=x)
     for h, rows in zip(parts, groups):
         model.refill(h, rows, cache)

@@ -16,13 +16,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import csv
-import gc
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -36,16 +34,13 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: see Processes.end
 from torch import Tensor
 
-import attention
-import baselines
-import model as model_module
-import pool as pool_module
+from baselines import build
 from checkpoint import damaged, keep_copy, keep_previous, load_checkpoint, save_checkpoint
 from configurator import UserError, key, parse, run
+from kernels import accelerate
 from measure.flops import flops_per_token, peak_flops
-from model import SYSTEMS, Decoder, ModelConfig, add_partial_gradients, set_compute_copies
+from model import SYSTEMS, Decoder, ModelConfig
 from muon import Muon
-from pool import build
 from solvers import solve
 from text.rows import TokenRows, load_meta
 
@@ -87,9 +82,10 @@ class TrainConfig:
     top_output: bool = key(False, "the final output is a source of the pool, too")
     dummy: bool = key(True, "false: a document's first token attends to nothing, not to a dummy")
     lckv_w: int = key(4, "w, layers of lckv with keys and values of their own")
-    n_groups: int = key(8, "g, groups of the cyclic schedule; 1 is Jacobi")
-    n_nograd: int = key(1, "passes without gradients")
-    n_grad: int = key(2, "passes with gradients")
+    n_groups: int | None = key(None, "g, groups of the cyclic schedule; 1 is Jacobi; None: the "
+                               "system's own, 8 (lckv: 1)")
+    n_nograd: int | None = key(None, "passes without gradients; None: 1 (lckv: 7)")
+    n_grad: int | None = key(None, "passes with gradients; None: 2")
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
     dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16: autocast")
     compile: bool | None = key(None, "torch.compile and, on cuda, a CUDA graph; None: on cuda")
@@ -128,13 +124,6 @@ def pick_dtype(name: str, device: str, setting: str = "dtype") -> torch.dtype:
     if name not in names:
         raise UserError(f"{setting}={name}: choose auto, {', '.join(names)}")
     return names[name]
-
-
-def autocast(device: str, dtype: torch.dtype):
-    """bfloat16 autocast; nothing for float32, nor on cuda, where `set_compute_copies` serves."""
-    if dtype == torch.float32 or device.startswith("cuda"):
-        return contextlib.nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=dtype)
 
 
 @dataclass
@@ -201,17 +190,27 @@ class Signals:
 
 def make_optimizers(model: Decoder, c: TrainConfig) -> list[torch.optim.Optimizer]:
     """Muon for the blocks' and routers' matrices, AdamW for all else (section 4.1)."""
-    muon, projections, rest = [], [], []
+    muon = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    projections, rest, matrices = [], [], set(map(id, muon))
     for name, p in model.named_parameters():
-        if p.dim() == 2 and name.endswith(("_proj", ".router")):
-            muon.append(p)
-        else:
+        if id(p) not in matrices:
             (projections if name.endswith(".proj") else rest).append(p)
     groups = [{"params": projections, "weight_decay": c.weight_decay},
               {"params": rest, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=c.learning_rate,
-                              betas=(c.beta1, c.beta2), fused=rest[0].is_cuda)
-    return [Muon(muon, c.learning_rate, c.momentum, c.weight_decay), adamw]
+    on_cuda = rest[0].is_cuda
+    # a tensor there, as the step is recorded as a CUDA graph, which reads it anew every time
+    lr = torch.tensor(c.learning_rate, device=rest[0].device) if on_cuda else c.learning_rate
+    adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, fused=on_cuda,
+                              betas=(c.beta1, c.beta2), capturable=on_cuda)
+    return [Muon(muon, lr, c.momentum, c.weight_decay), adamw]
+
+
+def set_rate(group: dict, lr: float):
+    """The learning rate of an optimizer's group; a tensor, as a CUDA graph reads it, is kept."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
 
 
 def learning_rate(step: int, c: TrainConfig) -> float:
@@ -422,8 +421,6 @@ class Trainer:
             self.device = f"cuda:{processes.local_rank}"
             torch.cuda.set_device(self.device)
         self.dtype = pick_dtype(c.dtype, self.device)
-        if not c.kernels:
-            attention.kernels = None  # nothing is_fast from here on
         if c.wandb:
             import_wandb()  # before anything takes time
         folder, self.meta = load_meta(c.dataset)
@@ -443,14 +440,9 @@ class Trainer:
         self.step, self.best, self.rows_seen = 0, math.inf, 0
         if state is not None:
             self.restore(state)
-        self.renew_copies()
-        on_cuda = self.device.startswith("cuda")
-        if c.compile or (c.compile is None and on_cuda):
-            compile_pieces()
-        graph = on_cuda and c.compile is not False
-        self.micro_step = MicroStep(self.model, processes.world / c.gradient_accumulation_steps,
-                                    self.dtype, graph)
-        self.optimizer_step = OptimizerStep(self.optimizers, self.renew_copies, graph)
+        self.fast = accelerate(self.model, self.dtype, c.compile, c.kernels, training=True)
+        self.micro_step = self.fast.graphed(self.micro_step)
+        self.optimizer_step = self.fast.graphed(self.optimizer_step)
         self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
         peak, share = peak_flops(self.device), None
         if peak is not None:
@@ -489,10 +481,6 @@ class Trainer:
         if self.c.dataset != before.get("dataset"):  # of which none was seen, and no loss is known
             self.best, self.rows_seen = math.inf, 0
 
-    def renew_copies(self):
-        if self.device.startswith("cuda") and self.dtype != torch.float32:
-            set_compute_copies(self.model, self.dtype)
-
     def save(self, best: bool = False):
         """Write ckpt.pt, after a last look that losses and weights are finite."""
         self.log.flush()
@@ -507,6 +495,21 @@ class Trainer:
                 "best_val_loss": self.best, "rng": torch.get_rng_state()})
             if best:
                 keep_copy(self.path, self.path.with_name("best.pt"))
+
+    def micro_step(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add the gradient's share of a micro-batch to every .grad; its share of the loss."""
+        with self.fast.autocast():
+            loss = self.fast.model.loss(solve(self.fast.model, x).final, y)
+        loss = loss * (self.processes.world / self.c.gradient_accumulation_steps)
+        loss.backward()
+        self.fast.after_backward()
+        return loss.detach()
+
+    def optimizer_step(self):
+        """With what follows it; the learning rate is in the optimizers."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.fast.after_step()
 
     def gradient(self) -> Tensor:
         """Fill the flat gradient from this process's rows of the next global batch; mean loss."""
@@ -526,7 +529,10 @@ class Trainer:
         lr = learning_rate(self.step, self.c)
         loss = self.gradient()
         norm = clip_and_reduce(self.flat, self.c.grad_clip, self.processes)
-        self.optimizer_step(lr)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                set_rate(group, lr)
+        self.optimizer_step()
         self.log.add(self.step, loss, lr, norm)
         self.step += 1
 
@@ -538,8 +544,8 @@ class Trainer:
         total = torch.zeros(2, device=self.device)  # nats, tokens
         for n in range(p.rank * c.batch_size, n_windows, p.world * c.batch_size):
             x, y = self.val_rows.batch(n, min(c.batch_size, n_windows - n), self.device)
-            with autocast(self.device, self.dtype):
-                loss = self.model.loss(solve(self.model, x).final, y)
+            with self.fast.autocast():
+                loss = self.fast.model.loss(solve(self.fast.model, x).final, y)
             total += torch.stack((loss.float() * y.numel(), total.new_tensor(y.numel())))
         nats, tokens = p.sum(total).tolist()
         return nats / tokens
@@ -576,111 +582,6 @@ class Trainer:
         self.save(best)
 
 
-# what lies between matrix products and attention: each becomes one or two kernels
-PIECES = {model_module: ("rms_norm", "norm_rotate", "swiglu", "cross_entropy",
-                         "cross_entropy_and_gradient"),
-          pool_module: ("rms_norm", "norm_rotate", "scale"),
-          baselines: ("rms_norm", "norm_rotate", "scale", "mix_two", "merge_own", "own_gradients")}
-
-
-def compile_pieces(**options):
-    """torch.compile the pieces, in place; all layers and groups share their graphs."""
-    torch._dynamo.config.recompile_limit = 64  # a graph for each shape and gradient mode
-    for module, names in PIECES.items():
-        for name in names:
-            function = getattr(module, name)
-            setattr(module, name, torch.compile(function, dynamic=False, **options))
-
-
-class MicroStep:
-    """Loss and gradient of a micro-batch; on CUDA as one CUDA graph.
-
-    An iterated model runs some ten thousand small kernels, which the host launches more slowly
-    than the device runs them: so they are recorded once and replayed as one.
-    """
-
-    def __init__(self, model: Decoder, weight: float, dtype: torch.dtype, graph: bool):
-        self.model, self.weight, self.dtype = model, weight, dtype
-        self.use_graph, self.graph = graph, None
-
-    def run(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add weight times the gradient to every .grad; returns weight times the loss."""
-        with autocast(x.device.type, self.dtype):
-            loss = self.weight * self.model.loss(solve(self.model, x).final, y)
-        loss.backward()
-        add_partial_gradients(self.model)
-        return loss.detach()
-
-    def capture(self, x: Tensor, y: Tensor):
-        """Record a run on copies of x and y; the runs that this takes add to the gradients."""
-        self.x, self.y, self.graph = x.clone(), y.clone(), torch.cuda.CUDAGraph()
-        # the warm-up, which compiles, runs on the stream of the capture: autograd remembers it
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.run(self.x, self.y)
-        torch.cuda.current_stream().wait_stream(stream)
-        gc.collect()
-        torch.cuda.empty_cache()
-        with torch.cuda.graph(self.graph, stream=stream):
-            self.loss = self.run(self.x, self.y)
-
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        if not self.use_graph:
-            return self.run(x, y)
-        if self.graph is None:
-            grads = [p.grad.clone() for p in self.model.parameters()]
-            self.capture(x, y)
-            for p, grad in zip(self.model.parameters(), grads):
-                p.grad.copy_(grad)
-        self.x.copy_(x)
-        self.y.copy_(y)
-        self.graph.replay()
-        return self.loss.clone()
-
-
-class OptimizerStep:
-    """A step of all optimizers, and what follows it; as one CUDA graph from the second step on.
-
-    Some hundred launches would take the host longer than the device needs for the step.
-    """
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer], after: Callable[[], None],
-                 graph: bool):
-        self.optimizers, self.after = optimizers, after
-        self.use_graph, self.graph, self.begun = graph, None, False
-
-    def set(self, **values):
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group.update({k: v for k, v in values.items() if k in group})
-
-    def run(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.after()
-
-    def capture(self):
-        self.lr, self.graph = torch.zeros((), device="cuda"), torch.cuda.CUDAGraph()
-        self.set(lr=self.lr, capturable=True)
-        # thread_local: NCCL's watchdog may look at events while this thread captures
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.run()
-        self.set(capturable=False)
-
-    def __call__(self, lr: float):
-        self.set(lr=lr)
-        if not self.use_graph or not self.begun:  # the first step creates the optimizers' state
-            self.begun = True
-            return self.run()
-        if self.graph is None:
-            self.capture()
-            self.set(lr=lr)  # a checkpoint holds the number
-        self.lr.fill_(lr)
-        self.graph.replay()
-
-
 def main(argv: list[str]):
     """Train by the settings; under torchrun, one of its processes."""
     c = parse(TrainConfig(), argv, __doc__)
@@ -691,7 +592,7 @@ def main(argv: list[str]):
     processes.print(
         f"{c.kv}, {trainer.model.n_params():,} parameters without the embedding, on "
         f"{processes.world} x {trainer.device.partition(':')[0]}, "
-        f"{str(trainer.dtype).removeprefix('torch.')}; {trainer.tokens_per_step:,} tokens per step")
+        f"{trainer.fast}; {trainer.tokens_per_step:,} tokens per step")
     if trainer.step >= c.max_iters:
         processes.print(f"step {trainer.step} of {c.max_iters}: nothing left to do")
     try:

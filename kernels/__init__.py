@@ -1,42 +1,138 @@
 """
-The one door to what makes a model fast: `accelerate`.
+The one door to what makes a model fast: `accelerate`, which training, sampling, evaluation and
+benches call. Everything else in this folder is behind it; the paper's files know nothing of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
+import shutil
 from collections.abc import Callable
 
 import torch
 
+import decoding
+from configurator import UserError
+from model import Decoder
+
+HALF = torch.bfloat16, torch.float16
+
+
+def accelerate(model: Decoder, dtype: torch.dtype, compile: bool | None = None,
+               kernels: bool = True, training: bool = False, graph: bool | None = None) -> Fast:
+    """The model as it runs fastest where it is, computing in dtype; print the result, which says
+    what is on.
+
+    On CUDA in half precision: the kernels, unless `kernels` is false; compiled pieces and CUDA
+    graphs, unless `compile` (`graph`) is false. Elsewhere: plain PyTorch, compiled if `compile` is
+    true. With `training`, parameters stay in float32; otherwise a model without kernels is cast.
+    Raises UserError for compile=True where there is no C compiler.
+    """
+    on_cuda = model.norm.weight.is_cuda
+    if compile is None:
+        compile = on_cuda
+    elif compile and not compiler():
+        raise UserError("compile=True: there is no C compiler here (cc, gcc or clang), which "
+                        "torch.compile needs; --compile=false goes without")
+    fast = Fast(model, dtype, on_cuda and compile and graph is not False)
+    if not compile:
+        fast.remarks.append("not compiled")
+    elif not compiler():
+        compile = False
+        fast.remarks.append("not compiled, as there is no C compiler")
+    if on_cuda and kernels and compile and dtype in HALF:
+        fast.use_kernels(training)
+    if fast.twin is None:
+        if not training:
+            fast.model = model.to(dtype)
+        if compile:
+            fast.model = compile_pieces(fast.model)
+            fast.remarks.insert(0, "compiled")
+    return fast
+
+
+def compiler() -> bool:
+    """Is there a C compiler, which torch.compile and Triton need?"""
+    return any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang", "cl"))))
+
 
 class Fast:
-    """A model as it is run: what `accelerate` returns."""
+    """A model and how it is run."""
 
-    def __init__(self, model, dtype: torch.dtype):
-        self.model, self.dtype = model, dtype
+    def __init__(self, model: Decoder, dtype: torch.dtype, graph: bool):
+        self.model, self.dtype, self.graph = model, dtype, graph
+        self.twin = None  # of kernels/twin.py, if that is what runs
+        self.plainly = True  # do products need autocast to be in half precision?
+        self.remarks: list[str] = []
+        self.decoding = decoding.Decoding
+        if graph:
+            from kernels.graphs import Decoding
+            self.decoding = Decoding
 
     def __str__(self):
-        return f"plain PyTorch, {str(self.dtype).removeprefix('torch.')}"
+        """In one line, what is on."""
+        what = ["plain PyTorch" if self.twin is None else "kernels", *self.remarks]
+        if self.graph:
+            what.append("CUDA graph")
+        return f"{str(self.dtype).removeprefix('torch.')}, {', '.join(what)}"
+
+    def use_kernels(self, training: bool):
+        """Make a twin, if Triton is here and knows the model; say what it does not know."""
+        try:
+            from kernels import known, twin
+        except ImportError:
+            return self.remarks.append("no kernels, as Triton is not installed")
+        unknown = known.unknown(self.model)
+        if unknown & {"attention", "loss", "recurrent"}:
+            return self.remarks.append("no kernels, which do not know this model's "
+                                       + ", ".join(sorted(unknown)))
+        self.twin = self.model = twin.twin(self.model, self.dtype, training, unknown)
+        self.plainly = self.twin.plainly
+        unknown -= {"decoding"}  # slower, but no other path
+        if unknown:
+            self.remarks.append(f"plain {', '.join(sorted(unknown))}, which has changed")
 
     def autocast(self):
-        """Context of a forward pass."""
-        kind = next(self.model.parameters()).device.type
-        if self.dtype == torch.float32:
+        """The context of a forward pass: half precision where the model itself is in another."""
+        weight = self.model.norm.weight
+        if self.dtype not in HALF or weight.dtype == self.dtype or not self.plainly:
             return contextlib.nullcontext()
-        return torch.autocast(kind, self.dtype)
+        return torch.autocast(weight.device.type, self.dtype)
 
     def graphed(self, function: Callable) -> Callable:
-        return function
+        """A function of tensors of fixed shapes, as a CUDA graph where these are on: its first
+        calls run as they are, and what later ones return is overwritten by the next."""
+        if not self.graph:
+            return function
+        from kernels.graphs import Graphed
+        return Graphed(function)
 
     def after_backward(self):
-        pass
+        """Gradients that were added up on the side join .grad; after each backward pass."""
+        if self.twin is not None:
+            from kernels.twin import collect
+            collect(self.twin)
 
     def after_step(self):
-        pass
+        """Copies of the weights are renewed; after each step of the optimizers."""
+        if self.twin is not None:
+            self.twin.renew()
 
 
-def accelerate(model, dtype: torch.dtype, compile: bool | None = None, kernels: bool = True,
-               training: bool = False) -> Fast:
-    """The model, made fast where the hardware has it."""
-    return Fast(model, dtype)
+# methods that are compiled one by one, by the class that has them: all blocks share their code
+PIECES = {"Block": ("queries", "keys_values", "mlp"), "RMSNorm": ("forward",),
+          "Pool": ("channels",), "Memory": ("forward",)}
+
+
+def compile_pieces(model: Decoder) -> Decoder:
+    """A copy of the tree of modules that shares all parameters, whose pieces are compiled."""
+    torch._dynamo.config.recompile_limit = 64  # a graph for each shape and gradient mode
+    other = copy.copy(model)
+    other._modules = {name: child and compile_pieces(child) for name, child in model._modules.items()}
+    for name in PIECES.get(type(other).__name__, ()):
+        setattr(other, name, torch.compile(getattr(other, name), dynamic=False))
+    if isinstance(other, Decoder):
+        other.nats = torch.compile(other.nats, dynamic=False)
+    return other

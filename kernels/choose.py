@@ -7,8 +7,8 @@ The 65,536 values of bfloat16 are in the order of 16-bit integers (`ordered`), t
     pick    a program has a row. At least top_k logits are as large as the top_k-th largest of the
             groups' largest, so the groups below it are left out. In what is left, a few groups at a
             time, the top_k-th largest key is searched by halving; then comes the probability of
-            all that is not below it, and then the token that a random number means, in the order
-            of ids
+            the top_k, of equal ones the lowest ids, and then the token that a random number means,
+            in the order of ids
 
 Dimensions: B rows, V ids.
 """
@@ -102,6 +102,15 @@ def kth_candidate(logits, groups, n, V, k, low, high, GROUP: tl.constexpr, GROUP
 
 
 @triton.jit
+def stay(exists, key, least, ties, seen):
+    """Which of some candidates are above `least`, or among the first `ties` that equal it, of which
+    `seen` came before; and how many equal it by now."""
+    equal = (exists & (key == least)).to(tl.int32)
+    kept = exists & ((key > least) | ((equal > 0) & (seen + tl.cumsum(equal, 0) <= ties)))
+    return kept, seen + tl.sum(equal, 0)
+
+
+@triton.jit
 def pick_kernel(logits, stride, top, largest, groups, u, count, ids, B, V, n_chunks, n_groups,
                 temperature, top_k, GREEDY: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr,
                 GROUPS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -126,18 +135,23 @@ def pick_kernel(logits, stride, top, largest, groups, u, count, ids, B, V, n_chu
         tl.debug_barrier()  # all threads have written
         if TOP_K:
             least = kth_candidate(logits, groups, n, V, top_k, least, highest_key, GROUP, GROUPS)
-        highest = value(highest_key)
+        ties = tl.full((), 0, tl.int32) + top_k
+        for i0 in tl.range(0, n, GROUPS):
+            j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
+            ties -= tl.sum((exists & (key > least)).to(tl.int32), 0)
+        highest, seen = value(highest_key), tl.full((), 0, tl.int32)
         total = tl.full((), 0.0, tl.float32)
         for i0 in tl.range(0, n, GROUPS):
             j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
+            kept, seen = stay(exists, key, least, ties, seen)
             p = tl.exp((value(key) - highest) / temperature)
-            total += tl.sum(tl.where(exists & (key >= least), p, 0.0), 0)
-        target = number * total
+            total += tl.sum(tl.where(kept, p, 0.0), 0)
+        target, seen = number * total, seen * 0
         chosen, last = NONE + tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
         before = tl.full((), 0.0, tl.float32)
         for i0 in tl.range(0, n, GROUPS):
             j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
-            kept = exists & (key >= least)
+            kept, seen = stay(exists, key, least, ties, seen)
             p = tl.where(kept, tl.exp((value(key) - highest) / temperature), 0.0)
             passed = before + tl.cumsum(p, 0) > target
             chosen = tl.minimum(chosen, tl.min(tl.where(kept & passed, j, NONE), 0))

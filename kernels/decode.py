@@ -33,9 +33,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention import Cache, Rows, is_fast
+from attention import Rows
 from kernels import attention as kernels
 from kernels.attention import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pair
+from kernels.tape import TapeCache
 from model import Block, Decoder, rotary_tables
 
 # More rows and wider layers, in features, are left to model.states and cuBLAS: 16 rows of x have to
@@ -414,24 +415,25 @@ class Layer(NamedTuple):
     down: Tensor
 
 
-def folded(gain: Tensor, *weights: Tensor) -> Tensor:
-    """Matrices (E_i, D) below each other, times the gain (D,), as precise as their copies."""
-    return (torch.cat([w.detach() for w in weights]) * gain.detach()).to(weights[0].compute.dtype)
+def folded(dtype: torch.dtype, gain: Tensor, *weights: Tensor) -> Tensor:
+    """Matrices (E_i, D) below each other, times the gain (D,)."""
+    return (torch.cat([w.detach() for w in weights]) * gain.detach()).to(dtype)
 
 
-def layer_of(block: Block) -> Layer:
-    own = (block.k_proj, block.v_proj) if block.own_kv else ()
-    return Layer(folded(block.attn_norm, block.q_proj, *own), block.q_norm, block.k_norm,
-                 block.o_proj.compute, folded(block.mlp_norm, block.gate_proj, block.up_proj),
-                 block.down_proj.compute)
+def layer_of(block: Block, dtype: torch.dtype) -> Layer:
+    own = (block.k_proj.weight, block.v_proj.weight) if block.own_kv else ()
+    return Layer(folded(dtype, block.attn_norm.weight, block.q_proj.weight, *own),
+                 block.q_norm.weight, block.k_norm.weight if own else None, block.o_proj.copy,
+                 folded(dtype, block.mlp_norm.weight, block.gate_proj.weight,
+                        block.up_proj.weight),
+                 block.down_proj.copy)
 
 
-def serve(model: Decoder, h: Tensor) -> bool:
-    """Are these kernels for a step of states h (B, D): few rows, on a GPU, weights with copies?"""
+def serve(model: Decoder, rows: int) -> bool:
+    """Are these kernels for steps of so many rows of a twin (kernels/twin.py)?"""
     c = model.config
-    return (c.kv in ("vanilla", "whitematter") and is_fast(h) and len(h) <= MAX_ROWS
-            and max(c.n_embd, c.n_head * c.head_dim, c.n_hidden) <= MAX_WIDTH
-            and hasattr(model.embed, "compute"))
+    return (model.decodes and rows <= MAX_ROWS
+            and max(c.n_embd, c.n_head * c.head_dim, c.n_hidden) <= MAX_WIDTH)
 
 
 class Part(NamedTuple):
@@ -452,18 +454,18 @@ class Steps:
     is computed while the next token is chosen: `finish` waits for it.
     """
 
-    def __init__(self, model: Decoder, cache: Cache):
+    def __init__(self, model: Decoder, cache: TapeCache):
         """The cache (C, B, S, Hkv, d) is that of the model."""
-        c, (_, B, S, Hkv, d) = model.config, cache.k.shape
+        c, (_, B, S, Hkv, d) = model.config, cache.k_all.shape
         self.model, self.cache = model, cache
-        like, new = cache.k, cache.k.new_empty
+        like, new = cache.k_all, cache.k_all.new_empty
         self.tables = rotary_tables(torch.arange(S + 1, device=like.device), d)
         self.h = new(len(model.blocks) + 1, B, c.n_embd)
         self.rows = Rows(new(B, 1, dtype=torch.long), *(new(B, 1, dtype=torch.int32)
                                                         for _ in range(2)),
                          *(new(B, 1, d // 2, dtype=torch.float32) for _ in range(2)))
-        self.layers = [layer_of(block) for block in model.blocks]
-        self.head = folded(model.norm, model.embed)
+        self.layers = [layer_of(block, like.dtype) for block in model.blocks]
+        self.head = folded(like.dtype, model.norm.weight, model.embed.weight)
         self.side = torch.cuda.Stream() if like.is_cuda else None
         self.parts, r = [], self.rows
         size = triton.cdiv(B, triton.cdiv(B, PART))
@@ -483,7 +485,7 @@ class Steps:
         are contiguous."""
         model, rows, c = self.model, self.rows, self.model.config
         place_kernel[len(ids),](
-            ids, index, start, count, model.embed.compute, *self.tables, self.h, rows.cos, rows.sin,
+            ids, index, start, count, model.embed_copy, *self.tables, self.h, rows.cos, rows.sin,
             rows.columns, rows.start, rows.stop, -1 if c.eos_id is None else c.eos_id,
             FIRST=int(model.has_dummy), D=c.n_embd, HALF=c.head_dim // 2,
             BLOCK_D=triton.next_power_of_2(c.n_embd),

@@ -7,10 +7,9 @@ Norms together with what stands beside them, in Triton: one kernel forward, one 
                   backward, the gradient there is taken out and zeros are left
 
 A gain's gradient is a sum over all tokens. Each of PROGRAMS programs keeps its part of it in a
-row of its own, `gain.partial` (PROGRAMS, ...), to which all group steps of a micro-step add;
-`add_partial_gradients` in model.py adds up the rows at the end. So there are no atomics, the bits
-are the same every time, and no small kernel follows each norm. A gain without `partial` gets its
-gradient from autograd as usual.
+row of its own, of `Gain.partial` (PROGRAMS, ...), to which all group steps of a micro-step add;
+`Gain.collect` adds up the rows at the end. So there are no atomics, the bits are the same every
+time, and no small kernel follows each norm. Without `partial`, autograd adds them up as usual.
 
 Dimensions: N tokens, D width, H query heads, Hkv key-value heads, F = H or H + 2 Hkv heads that
 are projected together, d head size (its halves are rotated), k channels.
@@ -85,23 +84,38 @@ def add_norm_backward_kernel(dnormed, dtotal, dstate, total, rstd, gain, out, pa
     tl.store(partial, tl.load(partial, c < D, 0.0) + tl.sum(dgain, 0), c < D)
 
 
-def partial_of(gain: Tensor, *rows: int) -> Tensor:
-    """gain.partial, or zeros (*rows, *gain.shape) for this call alone."""
-    if hasattr(gain, "partial"):
-        return gain.partial
-    return torch.zeros(*rows, *gain.shape, device=gain.device)
+class Gain:
+    """The gain of a norm and, in training, the rows in which programs add up its gradient."""
 
+    def __init__(self, weight: Tensor, *rows: int):
+        """rows: leading shape of `partial`; none: autograd adds up."""
+        self.weight, self.partial = weight, None
+        if rows:
+            self.partial = weight.new_zeros(*rows, *weight.shape, dtype=torch.float32)
 
-def total_of(gain: Tensor, partial: Tensor) -> Tensor | None:
-    """The gradient for autograd: None where `partial` is collected at the end."""
-    if hasattr(gain, "partial"):
-        return None
-    return partial.flatten(0, -gain.dim() - 1).sum(0).to(gain.dtype)
+    def collect(self):
+        """Move what was added up to weight.grad."""
+        if self.partial is not None:
+            total = self.partial.flatten(0, -self.weight.dim() - 1).sum(0)
+            self.weight.grad = total if self.weight.grad is None else self.weight.grad.add_(total)
+            self.partial.zero_()
+
+    def rows(self, *rows: int) -> Tensor:
+        """`partial`, or zeros (*rows, *shape) for one call alone."""
+        if self.partial is not None:
+            return self.partial
+        return torch.zeros(*rows, *self.weight.shape, device=self.weight.device)
+
+    def total(self, partial: Tensor) -> Tensor | None:
+        """The gradient for autograd: None where `partial` is collected at the end."""
+        if self.partial is not None:
+            return None
+        return partial.flatten(0, -self.weight.dim() - 1).sum(0).to(self.weight.dtype)
 
 
 class AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, gain, eps):
+    def forward(ctx, x, y, weight, gain, eps):
         """x + y, its norm, and x + y again, all (..., D)."""
         D = x.size(-1)
         N = x.numel() // D
@@ -109,7 +123,7 @@ class AddNorm(torch.autograd.Function):
         total, normed = torch.empty_like(x), torch.empty_like(x)
         rstd = x.new_empty(N, dtype=torch.float32)
         c = config("add_norm", D)
-        add_norm_kernel[triton.cdiv(N, c["ROWS"]),](x, y, gain, total, normed, rstd, N, eps, D=D,
+        add_norm_kernel[triton.cdiv(N, c["ROWS"]),](x, y, weight, total, normed, rstd, N, eps, D=D,
                                                     **c)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, rstd)
@@ -121,22 +135,22 @@ class AddNorm(torch.autograd.Function):
         """The same gradient for x and y, and the gain's unless it is collected on the side."""
         if dnormed is None:  # in a pass before the last nobody reads the last block
             d = dtotal if dstate is None else dstate if dtotal is None else dtotal + dstate
-            return d, d, None, None
+            return d, d, None, None, None
         (total, rstd), gain, D = ctx.saved_tensors, ctx.gain, dnormed.size(-1)
         out = torch.empty_like(total)
-        partial = partial_of(gain, PROGRAMS)
+        partial = gain.rows(PROGRAMS)
         more = [None if d is None else d.contiguous() for d in (dtotal, dstate)]
         add_norm_backward_kernel[PROGRAMS,](
-            dnormed.contiguous(), *more, total, rstd, gain, out, partial, len(rstd), D=D,
+            dnormed.contiguous(), *more, total, rstd, gain.weight, out, partial, len(rstd), D=D,
             HAS_TOTAL=dtotal is not None, HAS_STATE=dstate is not None,
             **config("add_norm_backward", D))
-        return out, out, total_of(gain, partial), None
+        return out, out, gain.total(partial), None, None
 
 
-def add_norm(x: Tensor, y: Tensor, gain: Tensor, eps: float = 1e-6) -> tuple[Tensor, ...]:
+def add_norm(x: Tensor, y: Tensor, gain: Gain, eps: float = 1e-6) -> tuple[Tensor, ...]:
     """x + y (..., D), its RMSNorm, and x + y once more for other readers of the state: their
     gradient then joins inside the backward kernel."""
-    return AddNorm.apply(x, y, gain, eps)
+    return AddNorm.apply(x, y, gain.weight, gain, eps)
 
 
 # ---- heads: norm and rotation -----------------------------------------------------------------
@@ -245,7 +259,7 @@ def add_to_partial(row, sum_a, sum_b, HALF: tl.constexpr, BLOCK: tl.constexpr):
 
 class SplitHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, n_head, q_gain, k_gain, cos, sin, eps):
+    def forward(ctx, x, n_head, q_gain, k_gain, gains, cos, sin, eps):
         """x (..., F d) -> queries (..., H, d), and keys and values (..., Hkv, d) or None."""
         *shape, width = x.shape
         d = q_gain.numel()
@@ -258,14 +272,14 @@ class SplitHeads(torch.autograd.Function):
         heads_kernel[triton.cdiv(N * F, c["ROWS"]),](x, q_gain, k_gain, cos, sin, q, k, v, N, eps,
                                                      H=n_head, KV=n_kv, F=F, HALF=d // 2, **c)
         ctx.save_for_backward(x, cos, sin)
-        ctx.gains, ctx.eps = (q_gain, k_gain), eps
+        ctx.gains, ctx.eps = gains, eps
         return q, k, v
 
     @staticmethod
     def backward(ctx, *dy):
         """dx, and the gains' unless they are collected on the side."""
         x, cos, sin = ctx.saved_tensors
-        d = ctx.gains[0].numel()
+        d = ctx.gains[0].weight.numel()
         dx, dgains, first = torch.empty_like(x), [], 0
         F, N = x.size(-1) // d, cos.numel() // (d // 2)
         c = config("heads_backward", d // 2)
@@ -274,23 +288,24 @@ class SplitHeads(torch.autograd.Function):
                 dgains.append(None)
                 continue
             count = grad.size(-2)
-            partial = partial_of(gain, PROGRAMS)
+            partial = gain.rows(PROGRAMS)
             programs = min(len(partial), triton.cdiv(N * count, c["ROWS"]))
             heads_backward_kernel[programs,](
-                x, gain, cos, sin, grad.contiguous(), dx, partial, N, ctx.eps, first, COUNT=count,
-                F=F, HALF=d // 2, **c)
-            dgains.append(total_of(gain, partial))
+                x, gain.weight, cos, sin, grad.contiguous(), dx, partial, N, ctx.eps, first,
+                COUNT=count, F=F, HALF=d // 2, **c)
+            dgains.append(gain.total(partial))
             first += count
         if dy[2] is not None:
             dx.unflatten(-1, (F, d))[..., first:, :] = dy[2]
-        return dx, None, *dgains, None, None, None
+        return dx, None, *dgains, None, None, None, None
 
 
-def split_heads(x: Tensor, n_head: int, q_gain: Tensor, k_gain: Tensor | None, cos: Tensor,
+def split_heads(x: Tensor, n_head: int, q_gain: Gain, k_gain: Gain | None, cos: Tensor,
                 sin: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(..., F d) -> queries (..., H, d), keys and values (..., Hkv, d), or None where F = H;
     queries and keys normed and rotated by cos, sin (..., d / 2) float32."""
-    return SplitHeads.apply(x, n_head, q_gain, k_gain, cos, sin, eps)
+    return SplitHeads.apply(x, n_head, q_gain.weight, k_gain and k_gain.weight, (q_gain, k_gain),
+                            cos, sin, eps)
 
 
 # ---- the pool's channels, into the cache and out of its gradient -------------------------------
@@ -363,7 +378,7 @@ def columns_of(columns: slice | Tensor) -> tuple[Tensor | None, int, int, bool]:
     return None, columns.start or 0, columns.step or 1, False
 
 
-def store(projected: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, columns: slice | Tensor,
+def store(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice | Tensor,
           k: Tensor, v: Tensor, eps: float = 1e-6):
     """Write projected keys and values (2, k, B, T, Hkv d) to `columns` of k, v (k, B, S, Hkv, d),
     the keys normed with gains (k, d) and rotated by cos, sin (B, T, d / 2)."""
@@ -372,27 +387,22 @@ def store(projected: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, columns: sl
     columns, first, step, per_row = columns_of(columns)
     options = config("store", d // 2)
     store_kernel[triton.cdiv(N, options["ROWS"]), Hkv, C](
-        projected, gain, cos, sin, k, v, columns, N, eps, T, S, first, step, PER_ROW=per_row,
+        projected, gain.weight, cos, sin, k, v, columns, N, eps, T, S, first, step, PER_ROW=per_row,
         KV=Hkv, HALF=d // 2, **options)
 
 
-def take(projected: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, columns: slice | Tensor,
+def take(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice | Tensor,
          dk: Tensor, dv: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `projected` and `gain` (None where gain.partial collects it) out of those of
+    """Gradients of `projected` and `gain` (None where its `partial` collects it) out of those of
     the cache, dk and dv, which are zero there afterwards."""
     (_, C, B, T, _), (S, Hkv, d) = projected.shape, dk.shape[2:]
     N = B * T
     columns, first, step, per_row = columns_of(columns)
     dx = torch.empty_like(projected)
-    partial = partial_of(gain, STORE_PROGRAMS, Hkv)
+    partial = gain.rows(STORE_PROGRAMS, Hkv)
     options = config("take", d // 2)
     programs = min(len(partial), triton.cdiv(N, options["ROWS"]))
     take_kernel[programs, Hkv, C](
-        projected, gain, cos, sin, dk, dv, columns, dx, partial, N, eps, T, S, first, step,
+        projected, gain.weight, cos, sin, dk, dv, columns, dx, partial, N, eps, T, S, first, step,
         PER_ROW=per_row, KV=Hkv, HALF=d // 2, **options)
-    return dx, total_of(gain, partial)
-
-
-def partial_rows(name: str, config) -> tuple[int, ...]:
-    """Leading shape of the `partial` of the gain called `name`."""
-    return (STORE_PROGRAMS, config.n_kv_head) if name == "key_norm" else (PROGRAMS,)
+    return dx, gain.total(partial)

@@ -35,8 +35,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention import Collect
-from model import add_product
+from kernels.linear import add_product
+from kernels.tape import Collect
 
 # kernel: (tokens of a program, elements of its (LP, BLOCK_D) tile, warps, stages, registers of a
 # thread at most). "states" has its number of programs in place of tokens: one round of them on
@@ -412,7 +412,7 @@ def fold(key, value) -> tuple[Tensor, ...]:
     proj = torch.cat([b.proj * b.post_norm[:, None] for b in branches])
     if key.router is None:
         return gain, bias, proj
-    router = torch.cat([b.router * b.pre_norm[b.inputs].flatten() for b in branches])
+    router = torch.cat([b.router.weight * b.pre_norm[b.inputs].flatten() for b in branches])
     return gain, bias, proj, router
 
 

@@ -19,14 +19,14 @@ from torch import Tensor
 
 import train
 from attention import Cache, Rows
-from baselines import named_configs
+from baselines import build, named_configs
 from checkpoint import load_model
 from configurator import UserError, key, parse
-from decoding import Schedule, ready, record, steps_of
+from decoding import Schedule
+from kernels import Fast, accelerate
 from measure.flops import flops_per_token, store_flops
 from measure.timing import check, empty, environment, machine, measure, synchronise, write_json
 from model import Decoder, ModelConfig
-from pool import build
 from solvers import cyclic, evaluation_schedule, interleave
 
 CLOSE = 0.01  # perplexity counts as converged within 1 % of the exact one
@@ -109,7 +109,7 @@ def random_model(config: ModelConfig, device: str, seed: int) -> Decoder:
     torch.manual_seed(seed)
     model = build(config).to(device)
     for name, p in model.named_parameters():
-        if name.endswith(".router"):  # at 0, the mixture would be fixed
+        if ".router." in name:  # at 0, the mixture would be fixed
             torch.nn.init.normal_(p, std=0.02)
     return model
 
@@ -242,33 +242,29 @@ def prefill_command(argv: list[str]):
     if c.batch_size is None:
         c.batch_size = PAPER_BATCH if c.out_dir is None and c.random == "paper" else 8
     device = train.pick_device(c.device)
-    dtype, on_cuda = train.pick_dtype(c.dtype, device), device.startswith("cuda")
-    compiled = bool(on_cuda and (c.schedules or c.systems)) if c.compile is None else c.compile
-    if compiled:
-        train.compile_pieces()
+    dtype = train.pick_dtype(c.dtype, device)
     if c.systems:
-        return time_systems(c, device, dtype, compiled)
+        return time_systems(c, device, dtype)
     model, x, y = load(c, device)
     T = x.size(1)
     given = c.schedules and [schedule_named(text, T) for text in c.schedules.split(",")]
     counted = train.pick_dtype(c.passes_dtype, device, "passes_dtype")
     what = "times only" if given else \
         f"perplexity of {len(x)} rows in {str(counted).removeprefix('torch.')}"
+    fast = accelerate(copy.deepcopy(model), dtype, c.compile, graph=c.graph)
     print(f"{c.out_dir or 'random weights and tokens'}: L={model.config.n_layer}, "
           f"D={model.config.n_embd}, k={model.config.n_channels}, T={T}; {what}\n"
-          f"times: {machine(device, dtype)}, batch {c.batch_size}, "
-          f"{'' if compiled else 'not '}compiled, "
-          f"{'CUDA graph' if on_cuda and c.graph else 'eager'}\n")
+          f"times: {machine(device)}, batch {c.batch_size}, {fast}\n")
     batch = x[torch.arange(c.batch_size, device=device) % len(x)]
-    timed = Timer(c, ready(copy.deepcopy(model), dtype), batch, device)
-    results = {"command": "prefill", "settings": asdict(c), "compiled": compiled,
-               "cuda_graph": on_cuda and c.graph, **environment(device, dtype),
+    timed = Timer(c, fast, batch, device)
+    results = {"command": "prefill", "settings": asdict(c), "runs": str(fast),
+               **environment(device, dtype),
                "model": asdict(model.config), "block_size": T, "rows": len(x),
                "batch_size": len(batch)}
     if given:
         results["schedules"] = time_schedules(given, timed, model.config, T)
     else:
-        results |= study(c, ready(model, counted), x, y, timed)
+        results |= study(c, accelerate(model, counted, c.compile).model, x, y, timed)
     write_json(c.json, results)
 
 
@@ -314,34 +310,34 @@ def time_schedules(schedules: list[Schedule], timed: Timer, config: ModelConfig,
     return rows
 
 
-def time_systems(c: PrefillConfig, device: str, dtype: torch.dtype, compiled: bool):
+def time_systems(c: PrefillConfig, device: str, dtype: torch.dtype):
     """Times of the paper's prefill of several systems; the first is what others are compared to."""
     sizes, T = random_sizes(c)
-    graph = device.startswith("cuda") and c.graph
     print(f"random weights and tokens: L={sizes.n_layer}, D={sizes.n_embd}, T={T}, batch "
-          f"{c.batch_size}; {machine(device, dtype)}, {'' if compiled else 'not '}compiled, "
-          f"{'CUDA graph' if graph else 'eager'}\n\n{'':12s} {'schedule':>15s} "
+          f"{c.batch_size}; {machine(device)}\n\n{'':12s} {'schedule':>15s} "
           f"{'GFLOP/token':>11s} {'ms/sequence':>11s} {'tokens/s':>10s} {'first s':>8s} {'x':>6s}")
     results = {}
     for name, config in named_configs(c.systems, sizes).items():
         x, _ = random_tokens(replace(c, rows=c.batch_size), config, T, device)
-        model = ready(random_model(config, device, c.seed).eval(), dtype)
+        model = random_model(config, device, c.seed).eval()
+        fast = accelerate(model, dtype, c.compile, graph=c.graph)
         schedule = Schedule("one pass", 1, 1)
         if model.iterates:
             how = evaluation_schedule(config)
             schedule = Schedule("jacobi" if how["n_groups"] == 1 else "cyclic", **how)
         flops = schedule_flops(schedule, config, T)
         r = results[name] = {"schedule": short_name(schedule), **asdict(schedule),
-                             "flops_per_token": flops, **Timer(c, model, x, device)(schedule)}
+                             "flops_per_token": flops, "runs": str(fast),
+                             **Timer(c, fast, x, device)(schedule)}
         seconds = r["seconds_per_sequence"]
         r["ratio"] = seconds / next(iter(results.values()))["seconds_per_sequence"]
         text = short_name(schedule) + (f":{schedule.passes}" if model.iterates else "")
         print(f"{name:12s} {text:>15s} {flops / 1e9:11.3f} {1e3 * seconds:11.3f} "
               f"{r['tokens_per_second']:10,.0f} {r['first_seconds']:8.1f} {r['ratio']:6.2f}",
               flush=True)
-    write_json(c.json, {"command": "prefill", "settings": asdict(c), "compiled": compiled,
-                        "cuda_graph": graph, **environment(device, dtype), "block_size": T,
-                        "batch_size": c.batch_size, "systems": results})
+    write_json(c.json, {"command": "prefill", "settings": asdict(c), "block_size": T,
+                        **environment(device, dtype), "batch_size": c.batch_size,
+                        "systems": results})
 
 
 def schedule_line(r: dict, exact: float, limit: int) -> str:
@@ -373,20 +369,22 @@ class Timer:
     """Times schedules on a batch of tokens (B, T)."""
 
     c: PrefillConfig
-    model: Decoder
+    fast: Fast
     idx: Tensor
     device: str
 
+    @torch.no_grad()
     def __call__(self, s: Schedule) -> dict:
-        c, graph = self.c, self.device.startswith("cuda") and self.c.graph
+        c = self.c
         few = (1, 10) if s.solver == "autoregressive" else (c.warmups, c.trials)
         empty(self.device)
         began = time.perf_counter()
-        run_once = Prefill(self.model, self.idx, s, graph)
-        synchronise(self.device)
-        first_seconds = time.perf_counter() - began
-        r = measure(run_once, self.device, min(c.warmups, few[0]), min(c.trials, few[1]),
-                    self.idx.numel())
+        with self.fast.autocast():
+            run_once = Prefill(self.fast, self.idx, s)
+            synchronise(self.device)
+            first_seconds = time.perf_counter() - began
+            r = measure(run_once, self.device, min(c.warmups, few[0]), min(c.trials, few[1]),
+                        self.idx.numel())
         return r | {"first_seconds": first_seconds,
                     "seconds_per_sequence": r["median_seconds"] / len(self.idx)}
 
@@ -397,39 +395,38 @@ class Prefill:
     Token by token, the graph is that of a decoding step on a cache of fixed size.
     """
 
-    def __init__(self, model: Decoder, idx: Tensor, schedule: Schedule, graph: bool):
-        self.model, self.idx, self.schedule, self.graph = model, idx, schedule, None
-        self.replays = 1
-        if graph and schedule.solver == "autoregressive":
+    def __init__(self, fast: Fast, idx: Tensor, schedule: Schedule):
+        self.model, self.idx, self.schedule, self.graph = fast.model, idx, schedule, None
+        self.replays, self.state = 1, ()
+        if not fast.graph:
+            return
+        from kernels.graphs import record
+        if schedule.solver == "autoregressive":
             self.prepare_steps()
-            self.graph = record(self.step, self.rewind)
-        elif graph:
-            self.graph = record(self.run)
+        self.graph = record(self.step if self.state else self.run, self.state)
 
     def run(self):
         self.solution = self.schedule(self.model, self.idx, keep_cache=True)
 
     def prepare_steps(self):
+        from kernels.graphs import steps_of
         B, self.replays = self.idx.shape
         self.column = self.idx.new_zeros(1)
         self.index, self.start = self.idx.new_zeros(B), self.idx.new_zeros(B)
+        self.state = self.column, self.index, self.start
         like = self.model.embed_tokens(self.idx[:, 0])
         cache = self.model.new_cache(B, self.replays, like=like)
-        self.steps = steps_of(self.model, cache, like)
+        self.steps = steps_of(self.model, cache, B)
 
     def step(self):
         token = self.idx.index_select(1, self.column)[:, 0]
         self.steps(token, self.index, self.start, self.column)
         self.steps.finish()
 
-    def rewind(self):
-        if self.replays > 1:
-            for t in (self.column, self.index, self.start):
-                t.zero_()
-
     def __call__(self):
         if self.graph is None:
             return self.run()
-        self.rewind()
+        for t in self.state:
+            t.zero_()
         for _ in range(self.replays):
             self.graph.replay()

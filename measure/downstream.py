@@ -16,8 +16,9 @@ import torch
 
 from checkpoint import load_model
 from configurator import UserError, key, parse
-from decoding import SOLVERS, Schedule, generate, ready
+from decoding import SOLVERS, Schedule, generate
 from evaluate import schedule_of
+from kernels import accelerate
 from measure.timing import check, device_name, machine, write_json
 from model import Decoder, upcast
 from text.tokenizer import Tokenizer, get_tokenizer
@@ -102,7 +103,7 @@ class Scorer:
         for b, (ids, first) in enumerate(rows):
             at += [(b, t) for t in range(first - 1, len(ids) - 1)]
             targets += ids[first:]
-        device = self.model.embed.device
+        device = self.model.norm.weight.device
         b, t = torch.tensor(at, device=device).T
         h = self.schedule(self.model, x.to(device)).final[b, t]  # (targets, D)
         nats = torch.zeros(len(rows), dtype=torch.float64)
@@ -125,7 +126,7 @@ class Scorer:
         for (new,) in generate(
                 self.model, [prompt or [self.tokenizer.eos_id]], n, temperature, solver=solver,
                 passes=s.passes, n_groups=s.n_groups, tol=s.tol, stop_id=self.tokenizer.eos_id,
-                n_ids=self.tokenizer.vocab_size, graph=False):
+                n_ids=self.tokenizer.vocab_size):
             ids.append(new)
             text = self.tokenizer.decode(ids)
             if any(stop in text for stop in until):
@@ -275,10 +276,12 @@ def downstream_command(argv: list[str]):
     model, checkpoint = load_model(c.out_dir, device)
     schedule = schedule_of(c, model, dtype)
     tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
-    scorer = Scorer(ready(model, dtype), tokenizer, schedule, c.context, c.batch_size)
-    print(f"{c.out_dir}: {model.config.kv}, {schedule}; {machine(device, dtype)}", flush=True)
+    fast = accelerate(model, dtype, graph=False)
+    scorer = Scorer(fast.model, tokenizer, schedule, c.context, c.batch_size)
+    print(f"{c.out_dir}: {model.config.kv}, {schedule}; {machine(device)}, {fast}", flush=True)
     began = time.perf_counter()
-    results = run_tasks(scorer, tasks, c.task_dir, c.limit)
+    with fast.autocast():
+        results = run_tasks(scorer, tasks, c.task_dir, c.limit)
     seconds = time.perf_counter() - began
     print(table(str(c.out_dir), results))
     print(f"{seconds:.1f} s")

@@ -8,18 +8,14 @@ Dimensions: T tokens, L layers, D width, H query heads, d head size, k channels,
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import attention
-import baselines
-import model as model_module
-from baselines import plan, projects
+from baselines import build, plan, projects
 from model import Decoder, ModelConfig
-from pool import build
 from solvers import evaluation_schedule, solve
 
 MODES = ("training", "prefill", "decode")
@@ -137,8 +133,7 @@ class CountedAttention(torch.autograd.Function):
     def forward(ctx, tally, flops, q, k, v, *sink):
         ctx.tally, ctx.flops = tally, flops
         ctx.save_for_backward(q, k, v, *sink)
-        if not tally.in_backward:
-            tally.flops += flops
+        tally.flops += flops
         return torch.empty_like(q)
 
     @staticmethod
@@ -149,33 +144,46 @@ class CountedAttention(torch.autograd.Function):
 
 @dataclass
 class Tally:
-    """Stands in for `attention.attend`: four FLOP per visible pair of query and key and feature.
-
-    The plain path attends once more inside its backward pass, which the kernels do not; a call
-    made `in_backward` is therefore not counted as a forward one.
-    """
+    """Attention that counts: four FLOP per visible pair of query and key and feature."""
 
     flops: float = 0.0
-    in_backward: bool = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: attention.Rows, sink=None) -> Tensor:
         B, T, H, d = q.shape
         pairs = int((rows.stop - rows.start).sum()) + (B * T if sink is not None else 0)
         return CountedAttention.apply(self, 4 * pairs * H * d, q, k, v, *(sink or ()))
 
-    def with_own(self, q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor,
-                 rows: attention.Rows, few: bool = False) -> tuple[Tensor, None]:
-        """For `baselines.with_own`: as a sink, the own entry is one key more."""
-        return self.attend(q, k, v, rows, (own_k, own_v)), None
+    def layer(self, layer: int, q: Tensor, h: list, own: list, rows: attention.Rows,
+              cache: attention.Cache) -> Tensor:
+        """For `Recurrent.attend`: as a sink, the own entry is one key more."""
+        return self.attend(q, cache.k[layer], cache.v[layer], rows, own[-1])
+
+
+class TallyCache(attention.Cache):
+    """A cache of which attention counts."""
+
+    def attend(self, q: Tensor, channel: int, rows: attention.Rows) -> Tensor:
+        sink = self.sink and tuple(s[channel] for s in self.sink)
+        return self.tally.attend(q, self.k[channel], self.v[channel], rows, sink)
 
 
 class Weightless:
-    """Lets a model on the meta device take real indices, so that its pairs can be counted."""
+    """Lets a model on the meta device take real indices, so that its pairs can be counted, and
+    counts its attention."""
 
-    def __init__(self, model: Decoder):
-        self.device = model.embed.device
+    def __init__(self, model: Decoder, tally: Tally):
+        self.device, self.tally = model.norm.weight.device, tally
         self.place, self.embed_tokens = model.place, model.embed_tokens
         model.place, model.embed_tokens = self.placed, self.embedded
+        self.new_cache, model.new_cache = model.new_cache, self.cache
+        model.attention = tally.attend
+        if model.config.kv == "recurrent":
+            model.attend = tally.layer
+
+    def cache(self, *args, **kwargs) -> TallyCache:
+        cache = self.new_cache(*args, **kwargs)
+        cache.__class__, cache.tally = TallyCache, self.tally
+        return cache
 
     def placed(self, *args) -> attention.Rows:
         rows = self.place(*args)
@@ -194,7 +202,7 @@ def count_flops(config: ModelConfig, block_size: int, mode: str, device: str = "
     4 H d; its backward pass, where one runs, is taken as 2.5 forward ones, as PyTorch's formula
     for flash attention does. Norms, RoPE, activations and sums count as nothing.
     """
-    from unittest.mock import MagicMock, patch
+    from unittest.mock import MagicMock
 
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -202,21 +210,15 @@ def count_flops(config: ModelConfig, block_size: int, mode: str, device: str = "
 
     with torch.device(device):
         model = build(replace(config, eos_id=None))
-    Weightless(model)
     idx = torch.zeros(1, block_size, dtype=torch.long)
     tally, counter = Tally(), FlopCounterMode(display=False)
+    Weightless(model, tally)
     # a count per module is not wanted, and its hooks fail on parameters used without gradients
     counter.mod_tracker = MagicMock(parents={"Global"})
-    cache = model.new_cache(1, block_size, like=model.embed)  # for decoding, not counted
-    with ExitStack() as stack, torch.set_grad_enabled(mode == "training"):
-        for module in (attention, model_module):
-            stack.enter_context(patch.object(module, "attend", tally.attend))
-        stack.enter_context(patch.object(baselines, "with_own", tally.with_own))
-        stack.enter_context(counter)
+    cache = model.new_cache(1, block_size, like=model.norm.weight)  # for decoding, not counted
+    with counter, torch.set_grad_enabled(mode == "training"):
         if mode == "training":
-            total = solve(model, idx).final.sum()
-            tally.in_backward = True
-            total.backward()
+            solve(model, idx).final.sum().backward()
         elif mode == "prefill":
             prefill(model, idx)
         else:

@@ -64,11 +64,10 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
-def machine(device: str, dtype: torch.dtype) -> str:
+def machine(device: str) -> str:
     """What the times were taken with, in words."""
     threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
-    return (f"{device_name(device)}{threads}, torch {torch.__version__}, "
-            f"{str(dtype).removeprefix('torch.')}")
+    return f"{device_name(device)}{threads}, torch {torch.__version__}"
 
 
 # ---- settings and results

@@ -48,7 +48,8 @@ class Oracle:
     """`params`: the named parameters of a model (float64); `config`: its sizes."""
 
     def __init__(self, params, config):
-        self.p, self.config = dict(params), config
+        self.p = {name.removesuffix(".weight"): p for name, p in dict(params).items()}
+        self.config = config
         self.L, self.k = config.n_layer, config.n_channels
         self.d, self.H, self.Hkv = config.head_dim, config.n_head, config.n_kv_head
 

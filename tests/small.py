@@ -2,8 +2,8 @@
 
 import torch
 
+from baselines import build
 from model import ModelConfig
-from pool import build
 
 # all sizes differ, so that no two dimensions can be mixed up unnoticed; D is not H * d
 SMALL = dict(vocab_size=13, eos_id=0, n_layer=3, n_embd=8, n_head=4, n_kv_head=2, head_dim=6,
@@ -14,7 +14,8 @@ def small_model(seed=0, dtype=torch.float64, **changes):
     """A model whose gains, router weights, biases and dummy are all random and far from trivial."""
     model = build(ModelConfig(**{**SMALL, **changes})).to(dtype)
     generator = torch.Generator().manual_seed(seed)
-    for name, p in model.named_parameters():
+    for full_name, p in model.named_parameters():
+        name = full_name.removesuffix(".weight")
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
         if "norm" in name:
             value = 1 + 0.3 * noise
@@ -39,3 +40,8 @@ def with_documents(idx, *ends):
     for row, columns in zip(idx, ends):
         row[list(columns)] = 0
     return idx
+
+
+def channels(cache):
+    """Keys and values of a cache, (C, B, S, Hkv, d) each."""
+    return torch.stack(tuple(cache.k)), torch.stack(tuple(cache.v))

@@ -9,12 +9,11 @@ import torch
 from oracle import document_ids, stack
 from small import SMALL, random_tokens, small_model, with_documents
 
-from baselines import lckv_sources, named, plan
+from baselines import build, lckv_sources, named, plan
 from configurator import parse
 from decoding import step
 from measure.flops import MODES, count_flops, flops_per_token
 from model import ModelConfig, add_partial_gradients, rotary_tables, rotate, set_compute_copies
-from pool import build
 from solvers import autoregressive, cyclic, jacobi, one_pass, solve
 from train import TrainConfig, flat_gradient, make_optimizers, model_config
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import bench
+from baselines import build
 from bench import PAPER
 from checkpoint import save_checkpoint
 from configurator import UserError, run
 from measure import convergence, flops
 from measure.flops import MODES, count_flops, flops_per_token
 from model import ModelConfig
-from pool import build
 from solvers import autoregressive, cyclic
 
 TINY = dict(vocab_size=64, n_layer=3, n_embd=16, n_head=4, n_kv_head=2, head_dim=6, n_hidden=24,

@@ -8,7 +8,7 @@ import gc
 
 import pytest
 import torch
-from small import random_tokens, small_model, with_documents
+from small import channels, random_tokens, small_model, with_documents
 
 import attention
 from attention import Cache
@@ -48,8 +48,7 @@ def test_case_48_cyclic_with_as_many_groups_as_tokens_is_autoregressive_in_one_p
     exact = autoregressive(model, idx)
     one = cyclic(model, idx, n_groups=length, n_nograd=0, n_grad=1)
     close(one.states, exact.states, 1e-13)
-    close(one.cache.k, exact.cache.k, 1e-13)
-    close(one.cache.v, exact.cache.v, 1e-13)
+    close(channels(one.cache), channels(exact.cache), 1e-13)
 
 
 def test_cyclic_with_as_many_groups_as_tokens_has_the_autoregressive_gradients():
@@ -77,8 +76,7 @@ def test_case_48_any_length_and_number_of_groups_converge_to_the_same_states(len
     solution = cyclic(model, idx, g, n_nograd=length, n_grad=1)
     exact = autoregressive(model, idx)
     close(solution.states, exact.states)
-    close(solution.cache.k, exact.cache.k)
-    close(solution.cache.v, exact.cache.v)
+    close(channels(solution.cache), channels(exact.cache))
 
 
 @torch.no_grad()
@@ -126,10 +124,10 @@ def test_case_39_a_token_does_not_read_its_own_channels():
     cache = jacobi(model, idx, 2, 0).cache
     h = torch.stack(model.states(x, rows, cache), 2)
     for i in (0, 5, T - 1):
-        k, v = cache.k.clone(), cache.v.clone()
+        k, v = channels(cache)
         k[:, :, i] += 1
         v[:, :, i] += 1
-        other = torch.stack(model.states(x, rows, Cache(k, v, cache.sink)), 2)
+        other = torch.stack(model.states(x, rows, Cache(list(k), list(v), cache.sink)), 2)
         assert torch.equal(h[:, :i + 1], other[:, :i + 1])
         # h[1] has read the cache once: what differs there was read directly
         assert ((h - other)[:, i + 1:, 1].abs().amax(-1) > 1e-6).all()
@@ -372,7 +370,7 @@ def test_no_grad_gives_the_same_states_as_gradients(solver, options):
     with torch.no_grad():
         b = solver(model, idx, n_nograd=1, n_grad=2, **options)
     assert torch.equal(a.states, b.states)
-    assert torch.equal(a.cache.k, b.cache.k) and torch.equal(a.cache.v, b.cache.v)
+    assert all(map(torch.equal, channels(a.cache), channels(b.cache)))
 
 
 @pytest.mark.parametrize("kv", ["whitematter", "vanilla"])
@@ -418,8 +416,8 @@ def decode(model, cache, tokens, length):
 def grow(cache, S):
     """The same cache with room for S tokens; the room holds garbage, which must not be read."""
     k, v = (torch.cat((t, torch.full_like(t[:, :, :1], 1e3).expand(-1, -1, S - t.size(2), -1, -1)),
-                      dim=2) for t in (cache.k, cache.v))
-    return Cache(k, v, cache.sink)
+                      dim=2) for t in channels(cache))
+    return Cache(list(k), list(v), cache.sink)
 
 
 @torch.no_grad()
@@ -437,9 +435,8 @@ def test_cached_decoding_equals_the_full_computation(k, prefill):
         cache = grow(until(SOLVERS[prefill], model, idx[:, :n], 1e-13).cache, T)
     h, cache = decode(model, cache, idx[:, n:], [n, n])
     close(h, full.states[:, n:])
-    close(cache.k, full.cache.k)
-    close(cache.v, full.cache.v)
-    assert cache.k.shape == (k, 2, T, 2, 6)  # k / L of a vanilla cache
+    close(channels(cache), channels(full.cache))
+    assert channels(cache)[0].shape == (k, 2, T, 2, 6)  # k / L of a vanilla cache
 
 
 @torch.no_grad()
@@ -455,8 +452,8 @@ def test_rows_of_different_length_decode_together(kv):
         alone = solver(model, torch.cat((prompt, new[b:b + 1]), dim=1))
         n = prompt.size(1)
         close(h[b], alone.states[0, n:])
-        close(cache.k[:, b, :n + 4], alone.cache.k[:, 0])
-        close(cache.v[:, b, :n + 4], alone.cache.v[:, 0])
+        for ours, theirs in zip(channels(cache), channels(alone.cache)):
+            close(ours[:, b, :n + 4], theirs[:, 0])
 
 
 @torch.no_grad()
@@ -482,9 +479,8 @@ def test_the_cache_belongs_to_the_returned_states(solver, options, grad, n):
     with torch.set_grad_enabled(grad):
         for passes in ((n, 0), (n - 1, 1)):
             solution = solver(model, idx, n_nograd=passes[0], n_grad=passes[1], **options)
-            k, v = model.pool(list(solution.states.unbind(2)), model.rows(idx))
-            close(solution.cache.k, k)
-            close(solution.cache.v, v)
+            expected = model.pool(list(solution.states.unbind(2)), model.rows(idx))
+            close(channels(solution.cache), expected)
 
 
 @torch.no_grad()
@@ -500,7 +496,7 @@ def test_a_step_leaves_no_cache_behind():
     model, idx = small_model(), random_tokens(2, 9)
 
     def alive():
-        return sum(type(x) in (Cache, attention._Tape) for x in gc.get_objects())
+        return sum(isinstance(x, Cache) for x in gc.get_objects())
 
     gc.collect()
     before = alive()
@@ -512,16 +508,16 @@ def test_a_step_leaves_no_cache_behind():
         gc.enable()
 
 
-def test_a_cache_is_a_tape_that_the_backward_pass_rewinds():
-    """Reads of overwritten versions get their own gradients, with one buffer for all of them."""
+def test_reads_of_overwritten_keys_get_their_own_gradients():
+    """While gradients are recorded, a write changes nothing that was read before."""
     model, idx = small_model(), random_tokens(1, 4)
     rows = model.rows(idx)
     q = torch.randn(1, 4, 4, 6, dtype=torch.float64)
     keys = [torch.randn(3, 1, 4, 2, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    cache = model.new_cache(1, 4, like=model.embed)
-    buffer, total, plain = cache.k, 0, 0
-    version = torch.zeros_like(buffer)
-    sink = [s.detach() for s in cache.sinks[1]]
+    cache, total, plain = model.new_cache(1, 4, like=q), 0, 0
+    version = torch.zeros(3, 1, 4, 2, 6, dtype=torch.float64)
+    sink = [s[1].detach() for s in cache.sink]
+    cache.sink = [s.detach() for s in cache.sink]
     odd, two = slice(1, None, 2), slice(1, 3)
     for columns, i in ((slice(None), 0), (odd, 1), (odd, 0), (two, 1), (odd, 1), (slice(None), 0)):
         k = keys[i][:, :, columns]
@@ -530,15 +526,27 @@ def test_a_cache_is_a_tape_that_the_backward_pass_rewinds():
         version[:, :, columns] = k
         total = total + cache.attend(q, 1, rows).square().sum()
         plain = plain + attention.attend(q, version[1], version[1], rows, sink).square().sum()
-    assert cache.k is buffer and torch.equal(buffer, version)
+    close(channels(cache)[0], version)
     close(total, plain)
     for a, b in zip(torch.autograd.grad(total, keys), torch.autograd.grad(plain, keys)):
         close(a, b)
-    assert torch.equal(buffer, keys[0])  # as it was when it was first read
     with torch.no_grad():
-        cache.put(torch.tensor([[3]]), keys[0][:, :, :1], keys[0][:, :, :1])
-    assert torch.equal(buffer[:, :, 3], keys[0][:, :, 0])
-    assert torch.equal(buffer[:, :, :3], keys[0][:, :, :3])
+        memory = cache.k[0].data_ptr()
+        cache.put(torch.tensor([[3]]), keys[1][:, :, :1], keys[1][:, :, :1])
+    after = channels(cache)[0]
+    assert cache.k[0].data_ptr() == memory  # in place where nothing is recorded
+    assert torch.equal(after[:, :, 3], keys[1][:, :, 0])
+    assert torch.equal(after[:, :, :3], version[:, :, :3])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kv", ["whitematter", "vanilla", "recurrent"])
+def test_attention_in_blocks_of_queries_is_attention(monkeypatch, kv):
+    """Long prompts: no more pairs of a query and a key at a time than fit (mlx-vlm#1355)."""
+    model, idx = small_model(kv=kv), with_documents(random_tokens(2, T), [3], [7])
+    whole = cyclic(model, idx, 3, 3, 0).states
+    monkeypatch.setattr(attention, "PAIRS", 2 * T * 4)
+    close(cyclic(model, idx, 3, 3, 0).states, whole, 1e-12)
 
 
 # -- precision ------------------------------------------------------------------------------
@@ -554,7 +562,7 @@ def test_lower_precision_stays_close(dtype, tol):
     assert rows.cos.dtype == rows.sin.dtype == torch.float32
     assert torch.equal(rows.cos, exact.rows(idx).cos)
     a, b = (cyclic(m, idx, 9, 0, 1) for m in (model, exact))
-    assert a.states.dtype == a.cache.k.dtype == a.cache.v.dtype == dtype
+    assert a.states.dtype == a.cache.k[0].dtype == a.cache.v[0].dtype == dtype
     assert (a.final.double() - b.final).norm() / b.final.norm() < tol
     loss = model.loss(a.final, idx)
     loss.backward()

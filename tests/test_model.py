@@ -8,6 +8,7 @@ from small import SMALL, random_tokens, small_model, with_documents
 
 import model as model_module
 from attention import Cache, attend
+from baselines import build
 from model import (
     ModelConfig,
     add_partial_gradients,
@@ -18,7 +19,7 @@ from model import (
     set_compute_copies,
     to_qwen3,
 )
-from pool import build, initial_sources
+from pool import initial_sources
 from solvers import cyclic, one_pass, solve
 from train import flat_gradient
 

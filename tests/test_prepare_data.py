@@ -18,9 +18,9 @@ import torch
 from test_tokenizers import real, write_qwen_like
 
 import prepare_data
+from baselines import build
 from configurator import UserError
 from model import ModelConfig
-from pool import build
 from prepare_data import get_tokenizer, main, prepare_python
 from text import documents
 from train import TokenRows

@@ -13,10 +13,10 @@ from small import random_tokens, small_model
 
 import decoding
 import sample
+from baselines import build
 from checkpoint import save_checkpoint
 from configurator import UserError
 from model import ModelConfig
-from pool import build
 from prepare_data import get_tokenizer
 from solvers import autoregressive, one_pass
 

@@ -1,0 +1,177 @@
+"""
+A fast twin of a model: the same parameters and the same methods, other ways to compute.
+
+`twin` copies the tree of modules, not the parameters, and puts what is faster in place of what it
+stands for: products with weights in low precision (linear.py), attention on a tape (tape.py), sums
+together with the norms that follow them (norms.py), the pool (pool.py), the loss (loss.py). What
+it does not know stays as it is and runs in plain PyTorch, under autocast. The model that it was
+made of is the reference, and is not changed.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention import Rows
+from baselines import Recurrent
+from kernels import loss as head
+from kernels import norms
+from kernels.compiled import rms_norm, swiglu
+from kernels.linear import Copies, Linear, add_waiting, linear
+from kernels.norms import Gain, add_norm, split_heads
+from kernels.pool import Folded
+from kernels.tape import TapeCache, attend
+from model import Decoder, RMSNorm
+from pool import WhiteMatter
+
+
+class Twin:
+    """Methods of a Decoder, by kernels; each is used where the model's own is the one that it
+    stands for."""
+
+    attention = staticmethod(attend)
+
+    def embed_tokens(self, idx: Tensor) -> Tensor:
+        return F.embedding(idx, self.embed.weight).to(self.dtype)
+
+    def new_cache(self, B: int, S: int, like: Tensor) -> TapeCache:
+        c = self.config
+        k, v = (like.new_zeros(self.n_channels, B, S, c.n_kv_head, c.head_dim, dtype=self.dtype)
+                for _ in range(2))
+        if not isinstance(self, WhiteMatter):
+            return TapeCache(k, v)
+        plain = super().new_cache(1, 1, like)  # for its sink
+        return TapeCache(k, v, plain.sink)
+
+    def logits(self, h: Tensor) -> Tensor:
+        return F.linear(rms_norm(h, self.norm.weight), self.embed_copy)
+
+    def loss(self, h: Tensor, targets: Tensor) -> Tensor:
+        a = rms_norm(h, self.norm.weight).flatten(0, -2)
+        return head.loss(a, self.embed.weight, self.embed_copy, targets.flatten())
+
+
+def states(self, x: Tensor, rows: Rows, cache: TapeCache | None = None, first: int = 0,
+           end: int | None = None) -> list[Tensor]:
+    """`Decoder.states`, where each sum joins the norm that follows it, and products of one input
+    are one."""
+    end = len(self.blocks) if end is None else end
+    h, own = [x], []
+    if first < end:
+        a = rms_norm(x, self.blocks[first].attn_norm.weight)
+    for layer in range(first, end):
+        block = self.blocks[layer]
+        parts, k_gain = (block.q_proj,), None
+        if block.own_kv:
+            parts, k_gain = (block.q_proj, block.k_proj, block.v_proj), block.k_norm.gain
+        q, k, v = split_heads(linear(a, *parts), self.config.n_head, block.q_norm.gain, k_gain,
+                              rows.cos, rows.sin)
+        own.append((k, v) if block.own_kv else None)
+        attended = self.attend(layer, q, h, own, rows, cache).flatten(-2)  # (B, T, H d)
+        x, a, _ = add_norm(x, linear(attended, block.o_proj), block.mlp_norm.gain)
+        y = linear(swiglu(linear(a, block.gate_proj, block.up_proj)), block.down_proj)
+        if layer + 1 < end:  # with the norm that the next block begins with
+            x, a, state = add_norm(x, y, self.blocks[layer + 1].attn_norm.gain)
+        else:
+            x = state = x + y
+        h.append(state)
+    return h
+
+
+class TwinPool:
+    """WhiteMatter's cache, whose pool is folded once for many writes."""
+
+    def new_cache(self, B: int, S: int, like: Tensor) -> TapeCache:
+        c, pool = self.config, self.kv_pool
+        k, v = (like.new_zeros(self.n_channels, B, S, c.n_kv_head, c.head_dim, dtype=self.dtype)
+                for _ in range(2))
+        folded, sink = Folded(pool.key, pool.value, self.dtype), None
+        if self.has_dummy:  # at position 0, where nothing is rotated
+            source = pool.dummy.to(self.dtype).expand(1, 1, -1)
+            keys, values = folded.channels([source] * pool.n_sources)[:, :, 0, 0].unflatten(
+                -1, pool.heads)
+            sink = rms_norm(keys, pool.key_norm[:, None]), values
+        return TapeCache(k, v, sink, folded)
+
+    def store(self, h: list[Tensor], rows: Rows, cache: TapeCache):
+        projected = cache.folded.channels(h[self.sources])
+        cache.put_projected(rows, projected, self.key_gain)
+
+
+class TwinRecurrent:
+    """The Recurrent Transformer's attention, with the token's own entry merged in."""
+
+    def attend(self, layer: int, q: Tensor, h: list[Tensor], own: list, rows: Rows,
+               cache: TapeCache) -> Tensor:
+        return cache.attend_with_own(q, *own[-1], layer, rows)
+
+
+class TwinNorm(nn.Module):
+    """Stands in for an RMSNorm, whose gain it shares."""
+
+    def __init__(self, norm: RMSNorm, training: bool):
+        super().__init__()
+        self.weight = norm.weight
+        self.gain = Gain(norm.weight, *((norms.PROGRAMS,) if training else ()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight)
+
+
+def stand_in(module: nn.Module, fused: bool) -> nn.Module:
+    """A copy of the tree of modules that shares all parameters, with other layers and norms."""
+    if type(module) is nn.Linear and module.bias is None:
+        return Linear(module)
+    if type(module) is RMSNorm:
+        return TwinNorm(module, fused)
+    other = copy.copy(module)
+    other._modules = {name: child and stand_in(child, fused)
+                      for name, child in module._modules.items()}
+    return other
+
+
+def twin(model: Decoder, dtype: torch.dtype, training: bool, unknown: set[str]) -> Decoder:
+    """The twin, which computes in dtype; parts that are unknown (kernels/known.py) stay plain. It
+    keeps copies of the weights: `renew` after an optimizer step; and it adds up gradients on the
+    side: `collect` after a backward pass."""
+    bases, methods = [Twin, type(model)], {}
+    fused = "block" not in unknown
+    if fused:
+        methods["states"] = states
+    if isinstance(model, WhiteMatter) and model.iterates and "pool" not in unknown:
+        bases.insert(0, TwinPool)
+    if isinstance(model, Recurrent):
+        bases.insert(0, TwinRecurrent)
+    other = stand_in(model, fused and training)
+    other.__class__ = type("Fast" + type(model).__name__, tuple(bases), methods)
+    other.dtype = dtype
+    other.linears = [m for m in other.modules() if isinstance(m, Linear)]
+    copies = Copies([other.embed.weight, *(m.weight for m in other.linears)], dtype)
+    other.embed_copy, *rest = copies.copies
+    for module, its in zip(other.linears, rest):
+        module.copy = its
+    gains = [m.gain for m in other.modules() if isinstance(m, TwinNorm)]
+    if TwinPool in bases:
+        rows = (norms.STORE_PROGRAMS, model.config.n_kv_head) if training else ()
+        other.key_gain = Gain(model.kv_pool.key_norm, *rows)
+        gains.append(other.key_gain)
+    other.gains, other.renew = gains, copies.renew
+    other.decodes = not unknown
+    # parameters that are no nn.Linear's meet states in half precision
+    other.plainly = not fused or isinstance(model, WhiteMatter) and TwinPool not in bases
+    return other
+
+
+@torch.no_grad()
+def collect(model: Decoder):
+    """Move what a twin has added up on the side into the gradients: the kernels' rows for the
+    gains, and products of few rows."""
+    for module in model.linears:
+        add_waiting(module)
+    for gain in model.gains:
+        gain.collect()
