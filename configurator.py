@@ -101,6 +101,8 @@ def explained(error: Exception) -> str | None:
         return f"out of memory: {less_memory(session.settings)}"
     if any(words in f"{type(error).__name__} {text}" for words in NO_COMPILER):
         return "torch.compile finds no C++ compiler here; --compile=false goes without it"
+    if "No usable temporary directory" in text:  # torch looks for one
+        return f"{text} (is the disk full?)"
     if isinstance(error, OSError) and error.errno in DISK:
         return f"{error.filename or 'stdout'}: cannot be written ({error.strerror})"
     return None

@@ -120,8 +120,9 @@ class Trainer:
         if c.wandb:
             import_wandb()  # before anything takes time
         self.path = Path(c.out_dir) / "ckpt.pt"
-        # before the checkpoint is read: an earlier start may still be writing it
-        self.lock = FolderLock(self.path.parent) if self.has_folder() else None
+        self.lock = None
+        if processes.rank == 0 and self.path.parent.is_dir():
+            self.lock = FolderLock(self.path.parent)  # an earlier start may still be writing there
         state, resumes = starting_point(c)
         folder, self.meta = load_meta(c.dataset)
         if state is not None:
@@ -164,9 +165,6 @@ class Trainer:
             wandb = start_wandb(c, wandb_id) if c.wandb else None
         self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, share, p, c,
                        wandb)
-
-    def has_folder(self) -> bool:
-        return self.processes.rank == 0 and self.path.parent.is_dir()
 
     def check_ids(self):
         """Raise UserError for an id in the rows of the evaluation that is not in the vocabulary:
@@ -243,7 +241,9 @@ class Trainer:
         return nats / tokens
 
     def evaluate(self):
-        """The validation loss; a checkpoint that is the best yet is kept."""
+        """The validation loss, if there is such data; a checkpoint that is the best yet is kept."""
+        if self.val_rows is None:
+            return
         loss = self.validate()
         best = loss < self.best
         self.log.validation(self.step, loss, best)
@@ -265,7 +265,7 @@ class Trainer:
             stop = self.asked(signals)
             if self.is_due() or stop:
                 self.save()
-            if self.is_due() and not stop and self.val_rows is not None:
+            if self.is_due() and not stop:
                 self.evaluate()  # after the checkpoint: if it fails, nothing is lost
                 stop = self.asked(signals)
         self.log.flush()

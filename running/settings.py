@@ -71,11 +71,12 @@ class TrainConfig:
 def settings(argv: list[str], usage: str) -> TrainConfig:
     """The settings of a command line. Raises UserError for what cannot work together."""
     c = parse(TrainConfig(), argv, usage)
-    check(c, ranks()[1])
+    rank, world, _ = ranks()
+    check(c, rank, world)
     return c
 
 
-def check(c: TrainConfig, world: int = 1):
+def check(c: TrainConfig, rank: int = 0, world: int = 1):
     """Raise UserError for settings that cannot work together, in so many processes."""
     for name in ("batch_size", "block_size", "gradient_accumulation_steps", "eval_interval",
                  "log_interval", "max_iters"):
@@ -102,6 +103,8 @@ def check(c: TrainConfig, world: int = 1):
             c.init_from).exists():
         raise UserError(f"init_from={c.init_from}: choose scratch, resume, auto, or the path of a "
                         "checkpoint")
+    if rank:
+        return
     folder = Path(c.out_dir).absolute()
     there = next(p for p in (folder, *folder.parents) if p.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):

@@ -109,6 +109,7 @@ def test_less_memory_is_the_same_step_where_there_is_one():
     (type("InvalidCxxCompiler", (RuntimeError,), {})("No working C++ compiler found"),
      "--compile=false"),
     (OSError(errno.ENOSPC, "No space left on device", "x.json"), "x.json: cannot be written"),
+    (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), "full?"),
     (UserError("two"), "two")], ids=str)
 def test_what_a_user_can_mend_is_told(error, words):
     assert words in explained(error)

@@ -220,6 +220,13 @@ def test_another_data_set_has_no_best_loss_yet(folder, monkeypatch):
     assert (trainer.step, trainer.best, trainer.rows_seen) == (2, math.inf, 0)
 
 
+def test_a_run_without_evaluations_goes_on(folder, monkeypatch):
+    for max_iters in (2, 4):
+        trainer = in_process(folder, monkeypatch, init_from="auto", eval_interval=1, eval_rows=0,
+                             max_iters=max_iters)
+    assert trainer.step == step_of("out/ckpt.pt") == 4
+
+
 @pytest.mark.parametrize("damage", [{"rng": None}, {"optimizers": [{}]}, {"step": "x"}], ids=str)
 def test_a_damaged_checkpoint_does_not_resume(folder, monkeypatch, damage):
     in_process(folder, monkeypatch, max_iters=1)

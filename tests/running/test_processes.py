@@ -95,7 +95,7 @@ def test_a_process_that_has_ended_is_named(monkeypatch):
 
 def test_accumulation_must_divide():
     with pytest.raises(UserError, match="3.*2"):
-        check(TrainConfig(gradient_accumulation_steps=3), 2)
+        check(TrainConfig(gradient_accumulation_steps=3), 0, 2)
 
 
 @pytest.mark.parametrize("rank, local, together, said", [
