@@ -57,7 +57,7 @@ class Signals:
         """What a signal means now."""
         name, now = signal.Signals(number).name, time.monotonic()
         if not self.begun:
-            end(number, f"{name} before the end of the first step: nothing had been trained yet")
+            end(number, f"{name} before the first step: there was nothing to save")
         elif self.received is None:
             self.received, self.since = number, now
             if number == signal.SIGINT:

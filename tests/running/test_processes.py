@@ -51,7 +51,7 @@ def test_a_group_of_which_one_is_missing_ends_by_a_signal_and_joins_its_threads(
     waits.send_signal(signal.SIGTERM)
     _, error = waits.communicate(timeout=20)
     assert waits.returncode == 128 + signal.SIGTERM
-    assert error.splitlines()[-1].startswith("SIGTERM before the end of the first step")
+    assert error.splitlines()[-1].startswith("SIGTERM before the first step")
     _, error = joins.communicate(timeout=60)
     assert joins.returncode == 0, error
 

@@ -27,7 +27,7 @@ def test_before_the_first_step_a_signal_ends_at_once_with_one_line(name):
     p.send_signal(getattr(signal, name))
     _, error = p.communicate(timeout=10)
     assert p.returncode == 128 + getattr(signal, name)
-    assert error == f"{name} before the end of the first step: nothing had been trained yet\n"
+    assert error == f"{name} before the first step: there was nothing to save\n"
 
 
 def test_even_while_the_main_thread_waits_where_no_handler_runs():
