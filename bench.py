@@ -22,12 +22,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 
+# before torch, which reads what it tells OpenMP
+from configurator import UserError, key, parse, run, run_command
+
+# isort: split
 import torch
 from torch import Tensor
 
 import train
 from baselines import named, named_configs, plan
-from configurator import UserError, key, parse, run, run_command
 from decoding import Choice, Decoding, check_choice, draws, ready
 from measure.convergence import prefill_command, random_model
 from measure.flops import MODES, count_flops, flops_per_token, peak_flops

@@ -25,12 +25,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+# before torch, which reads what it tells OpenMP
+from configurator import UserError, key, parse, run, run_command
+
+# isort: split
 import numpy as np
 import torch
 from torch import Tensor
 
 from checkpoint import load_model
-from configurator import UserError, key, parse, run, run_command
 from decoding import SOLVERS, TOLERANCE, Schedule, ready, record
 from measure.convergence import CLOSE, PassLosses
 from measure.timing import check, device_name, machine, write_json

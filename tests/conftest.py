@@ -3,11 +3,12 @@
 import json
 import os
 
+import configurator  # noqa: F401  before torch, which reads what it tells OpenMP
+
+# isort: split
 import numpy as np
 import pytest
 import torch
-
-import configurator  # noqa: F401  what it tells OpenMP, torch reads when it is imported
 
 # the shapes are small: threads would only wait for each other
 torch.set_num_threads(1)

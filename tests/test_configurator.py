@@ -172,7 +172,7 @@ def test_threads_do_not_spin_for_long_unless_the_user_says_so():
         said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True,
                                        env=without | mine)
         assert said.strip() == value
-    for name in ("train", "sample", "evaluate", "bench", "pictures", "prepare_data"):
+    for name in ("train", "sample", "evaluate", "bench", "pictures"):
         lines = [line.split()[1] for line in (ROOT / f"{name}.py").read_text().splitlines()
                  if line.startswith(("import ", "from "))]
         rest = lines[lines.index("configurator"):]  # none of whose modules is imported before
