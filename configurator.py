@@ -70,9 +70,11 @@ def run(main, argv: list[str] | None = None):
     goes to stderr, and stdout, as `session.answers`, is for the JSON alone.
     """
     argv = sys.argv[1:] if argv is None else argv
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that knows ASCII only prints ?
-            stream.reconfigure(errors="replace")
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        if hasattr(getattr(sys, name), "reconfigure"):  # a terminal of ASCII alone prints ?
+            getattr(sys, name).reconfigure(errors="replace")
     alone = "--json=-" in with_json(argv)
     session.answers = sys.stdout if alone else None
     try:

@@ -135,6 +135,9 @@ def test_a_stdout_of_another_encoding_or_none_is_no_traceback():
         r = script("print('out/日本é'); raise UserError('日本')", PYTHONIOENCODING=encoding)
         assert r.returncode == 1 and b"Traceback" not in r.stderr and r.stdout.startswith(b"out/??")
         assert r.stderr.startswith(b"error: ") and r.stderr.count(b"\n") == 1
+    code = b"import configurator; configurator.run(lambda _: print(1), [])"
+    closed = ["sh", "-c", f"exec {sys.executable} - >&- 2>&-"]
+    assert subprocess.run(closed, check=False, cwd=ROOT, input=code).returncode == 0
     read, write = os.pipe()
     os.close(read)
     r = script("print('x')", stdout=write)
