@@ -42,7 +42,7 @@ from running.devices import pick_device, pick_dtype
 from running.lock import FolderLock
 from running.log import Log, import_wandb, start_wandb
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
-from running.processes import Processes
+from running.processes import Lost, Processes
 from running.start import check_data, restore, starting_point
 from solvers import solve
 from text.rows import TokenRows, load_meta
@@ -214,17 +214,21 @@ class Trainer:
         try:
             loss = self.gradient()
             norm = clip_and_reduce(self.flat, c.grad_clip, self.processes)
-        except Exception:  # no memory, a bad id, a lost process: the steps before it are kept
-            if self.processes.rank == 0 and self.step > self.saved:
-                if self.processes.world > 1:
-                    self.log.waiting.clear()  # of losses that nobody can add up any more
-                self.save()
+        except Exception:  # no memory, a bad id: the steps before it are kept
+            self.rescue()
             raise
         set_rate(self.optimizers, lr)
         self.optimizer_step(norm)
         self.rows_seen += c.gradient_accumulation_steps * c.batch_size
-        self.log.add(self.step, loss, lr, norm)
         self.step += 1
+        self.log.add(self.step - 1, loss, lr, norm)
+
+    def rescue(self):
+        """Save what no checkpoint holds yet, without the help of other processes."""
+        if self.processes.rank == 0 and self.step > self.saved:
+            if self.processes.world > 1:
+                self.log.waiting.clear()  # losses that nobody can add up any more
+            self.save()
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -257,6 +261,23 @@ class Trainer:
         After a signal: save, and end the process with status 128 + the signal's number. Whoever
         sent it may not wait for an evaluation: the resumed run begins with it.
         """
+        p = self.processes
+        try:
+            stop = self.steps(signals)
+        except Lost:
+            self.rescue()
+            raise
+        if p.rank == 0:
+            self.log.close()
+            self.lock.release()
+        if stop:
+            p.print(f"{self.path}: stopped by a signal after step {self.step}; "
+                    "--init_from=resume goes on")
+            p.end()
+            sys.exit(128 + stop)
+
+    def steps(self, signals: Signals | None) -> int:
+        """All that are left, or those until a signal, whose number it returns."""
         c, p, stop = self.c, self.processes, 0
         if self.step and self.is_due() and p.largest(p.rank == 0 and not self.log.validated):
             self.evaluate()
@@ -268,15 +289,7 @@ class Trainer:
             if self.is_due() and not stop:
                 self.evaluate()  # after the checkpoint: if it fails, nothing is lost
                 stop = self.asked(signals)
-        self.log.flush()
-        if p.rank == 0:
-            self.log.close()
-            self.lock.release()
-        if stop:
-            p.print(f"{self.path}: stopped by a signal after step {self.step}; "
-                    "--init_from=resume goes on")
-            p.end()
-            sys.exit(128 + stop)
+        return stop
 
     def is_due(self) -> bool:
         return self.step % self.c.eval_interval == 0 or self.step == self.c.max_iters

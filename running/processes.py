@@ -17,6 +17,10 @@ from torch import Tensor
 from configurator import UserError, let_go, ranks
 
 
+class Lost(UserError):
+    """Another process has ended, so that none can go on."""
+
+
 @dataclass
 class Processes:
     """The processes that torchrun started, or this one alone."""
@@ -57,12 +61,12 @@ class Processes:
             dist.destroy_process_group()
 
     def sum(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
-        """The sum over processes, in place. Raises UserError if one of them has ended."""
+        """The sum over processes, in place. Raises Lost."""
         if self.world > 1:
             try:
                 dist.all_reduce(x, op)
             except RuntimeError as error:
-                raise UserError(f"another process has ended ({brief(error)})") from None
+                raise Lost(f"another process has ended ({brief(error)})") from None
         return x
 
     def largest(self, number: int) -> int:

@@ -28,7 +28,7 @@ from runs import (
 import checkpoint
 import train
 from configurator import UserError, parse
-from train import TrainConfig
+from train import Lost, TrainConfig
 
 
 def step_of(path):
@@ -338,6 +338,21 @@ def test_no_memory_in_a_step_keeps_the_steps_before_it(folder, monkeypatch, caps
     refused([], capsys, "out of memory: --batch_size=2 --gradient_accumulation_steps=2 takes less",
             main=lambda _: trainer.run())
     assert step_of("out/ckpt.pt") == 2 and sorted(losses("out/log.csv")) == [0, 1]
+
+
+def test_a_process_that_ends_takes_no_step_of_the_others_along(folder, monkeypatch):
+    trainer = make(folder, monkeypatch)
+    largest = trainer.processes.largest
+
+    def lost(number):
+        if trainer.step == 2:
+            raise Lost("another process has ended")
+        return largest(number)
+
+    trainer.processes.largest = lost
+    with pytest.raises(Lost):
+        trainer.run()
+    assert step_of("out/ckpt.pt") == 2
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(folder, monkeypatch):
