@@ -191,6 +191,9 @@ class Trainer:
             raise UserError(f"step {self.step}: the weights are not finite, so nothing was saved; "
                             "lower learning_rate or raise warmup_iters")
         if self.processes.rank == 0:
+            if self.log.is_new and not self.log.begun:
+                raise UserError(f"{self.log.path}: cannot be written; what was in the folder before "
+                                "is as it was")
             save_checkpoint(self.path, self.state())
             if best:
                 keep_copy(self.path, self.path.with_name("best.pt"))

@@ -55,12 +55,12 @@ class Log:
         """The file with the rows that are kept; whatever happens, it has either all old rows or
         these."""
         folder, temporary = self.path.parent, self.path.with_name(self.path.name + ".tmp")
-        previous = keep_previous(folder) if self.is_new else None
-        if previous:
-            self.processes.print(f"{folder} held a run: it is kept in {previous}")
         try:
             with open(temporary, "w", newline="", encoding="utf-8") as f:
                 csv.writer(f).writerows([self.columns, *self.kept])
+            previous = keep_previous(folder) if self.is_new else None
+            if previous:
+                self.processes.print(f"{folder} held a run: it is kept in {previous}")
             os.replace(temporary, self.path)
         except OSError:
             temporary.unlink(missing_ok=True)

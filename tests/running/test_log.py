@@ -74,6 +74,22 @@ def test_rows_wait_while_the_disk_is_full(folder, monkeypatch, capsys):
         trainer.log.close()
 
 
+def test_a_new_run_without_room_for_its_log_moves_no_other_away(folder, monkeypatch):
+    in_process(folder, monkeypatch, max_iters=2)
+    before = {p.name: p.read_bytes() for p in Path("out").iterdir()}
+    real = open
+
+    def full(path, *args, **how):
+        if str(path).endswith("log.csv.tmp"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, *args, **how)
+
+    monkeypatch.setattr("builtins.open", full)
+    with pytest.raises(UserError, match="out/log.csv: cannot be written.*as it was"):
+        in_process(folder, monkeypatch, seed=1)
+    assert {p.name: p.read_bytes() for p in Path("out").iterdir()} == before
+
+
 def test_wandb_is_off_and_reported_early_when_missing(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
