@@ -192,8 +192,8 @@ class Trainer:
                             "lower learning_rate or raise warmup_iters")
         if self.processes.rank == 0:
             if self.log.is_new and not self.log.begun:
-                raise UserError(f"{self.log.path}: cannot be written; what was in the folder before "
-                                "is as it was")
+                raise UserError(f"{self.log.path}: cannot be written; what was there before is as "
+                                "it was")
             save_checkpoint(self.path, self.state())
             if best:
                 keep_copy(self.path, self.path.with_name("best.pt"))

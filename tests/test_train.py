@@ -60,6 +60,7 @@ def test_an_evaluation_counts_rows_whatever_the_batch_size(folder, monkeypatch):
     assert abs(trainer.validate() - values[0]) > 1e-4
 
 
+@pytest.mark.slow
 def test_two_processes_that_are_told_twice_to_stop_go_on_as_one(folder, monkeypatch):
     """torchrun passes a signal on to its workers, and whoever stops a job signals all of them:
     https://github.com/pytorch/pytorch/issues/115219. What they leave goes on in one process, with
@@ -395,6 +396,7 @@ def test_a_signal_saves_and_leaves_the_evaluation_to_the_next_start(folder, monk
             ("0", False), ("1", True), ("1", False), ("2", True)]
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_a_request_to_stop(folder):
     process = start(folder, max_iters=10 ** 6, eval_interval=10 ** 6)
     for line in process.stdout:

@@ -23,6 +23,7 @@ def python(code: str, **env):
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc here")
 def test_a_group_of_which_one_is_missing_ends_by_a_signal_and_joins_its_threads():
     """A thread of gloo that is alive while Python shuts down may abort the process; a worker that
