@@ -20,12 +20,11 @@ class TrainConfig:
     """Every setting of train.py. The defaults are the paper's main run on one process."""
 
     out_dir: str = key("out", "folder for ckpt.pt, best.pt and log.csv")
-    init_from: str = key("scratch", "scratch (a run in out_dir moves to out_dir/previous); resume "
-                         "from out_dir/ckpt.pt; auto: resume where there is one, else scratch; or "
-                         "the path of a checkpoint, whose weights a new run begins with, "
-                         "auto:PATH if it may be started again")
+    init_from: str = key("scratch", "scratch, resume (out_dir/ckpt.pt), auto (resume if it is "
+                         "there, else scratch), PATH or auto:PATH (scratch, with the weights of a "
+                         "checkpoint)")
     dataset: str = key("python", "folder under data/; `python` is prepared if it is missing")
-    eval_interval: int = key(500, "steps between evaluations, each followed by a checkpoint")
+    eval_interval: int = key(500, "steps between checkpoints, each followed by an evaluation")
     eval_rows: int = key(800, "fixed rows of val.bin in an evaluation, not batches; 0: none",
                          was="eval_iters")
     log_interval: int = key(10, "steps between progress lines")
