@@ -15,9 +15,10 @@ import zipfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from baselines import build
-from configurator import UserError
+from configurator import UserError, no_memory
 from model import Decoder, ModelConfig
 
 
@@ -55,17 +56,23 @@ def keep_copy(path: Path, copy: Path):
         temporary.unlink(missing_ok=True)
 
 
-def keep_previous(folder: Path) -> bool:
-    """Move a run's files to the folder `previous` in theirs, in place of those there; False if
-    there is no run."""
+def keep_previous(folder: Path) -> Path | None:
+    """Move a run's files to a new folder in theirs, previous, previous-2, ...; None if there is no
+    run. Nothing is ever overwritten."""
     if not (folder / "ckpt.pt").exists():
-        return False
-    (folder / "previous").mkdir(exist_ok=True)
-    for name in ("ckpt.pt", "best.pt", "log.csv"):
-        (folder / "previous" / name).unlink(missing_ok=True)
-        if (folder / name).exists():
-            os.replace(folder / name, folder / "previous" / name)
-    return True
+        return None
+    n = 1
+    while (previous := folder / (f"previous-{n}" if n > 1 else "previous")).exists():
+        n += 1
+    try:
+        previous.mkdir()
+        for name in ("log.csv", "best.pt", "ckpt.pt"):  # the last one is what makes it a run
+            if (folder / name).exists():
+                os.replace(folder / name, previous / name)
+    except OSError as error:
+        raise UserError(f"{folder} holds a run that cannot be moved to {previous} "
+                        f"({error.strerror}); another out_dir leaves it alone") from None
+    return previous
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
@@ -75,8 +82,10 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint (python train.py writes one)")
     try:
-        if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():  # torch looks at no sum
-            raise ValueError("a sum does not fit its bytes")
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as file:
+                if file.testzip():  # torch looks at no sum
+                    raise ValueError("a sum does not fit its bytes")
         state = torch.load(path, map_location=device, weights_only=True)
         state["model"] = {re.sub(r"^((module|_orig_mod)\.)+", "", name): tensor
                           for name, tensor in state["model"].items()}
@@ -84,8 +93,26 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
         state["config"]["block_size"]
         state["meta"]["tokenizer"], state["meta"]["vocab_size"], state["meta"]["eos_id"]
     except Exception as error:
+        if no_memory(error):
+            raise
         raise damaged(path, error) from None
     return state
+
+
+def load_weights(model: Decoder, state: dict, path: str | Path):
+    """Give the model a checkpoint's weights. Raises UserError if they are not such a model's."""
+    theirs, ours = state["model"], model.state_dict()
+    strange, missing = ([name for name in a if name not in b]
+                        for a, b in ((theirs, ours), (ours, theirs)))
+    if strange or missing:
+        raise UserError(f"{path}: weights of other names than this version's: it has "
+                        f"{', '.join(strange[:3]) or 'no more'}, it lacks "
+                        f"{', '.join(missing[:3]) or 'none'}; an earlier version, or a changed "
+                        "model, wrote it")
+    try:
+        model.load_state_dict(theirs)
+    except RuntimeError as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
 
 
 def damaged(path: Path, error: Exception) -> UserError:
@@ -101,11 +128,51 @@ def load_model(path: str | Path, device: str = "cpu") -> tuple[Decoder, dict]:
     """Model in evaluation mode and its checkpoint, from a file or an out_dir."""
     state = load_checkpoint(path)
     model = build(ModelConfig(**state["model_config"]))
-    if "embed" in state["model"]:
-        raise UserError(f"{path}: written by an earlier version, whose parameters had other names; "
-                        "train it again, or sample with that version")
-    try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+    load_weights(model, state, path)
     return model.to(device).eval(), state
+
+
+# ---- Hugging Face's names of vanilla's weights
+
+QWEN3_NAMES = (  # theirs and ours
+    (r"model\.embed_tokens\.weight", "embed.weight"),
+    (r"model\.norm\.weight", "norm.weight"),
+    (r"model\.layers\.(\d+)\.self_attn\.(\w+)\.weight", r"blocks.\1.\2.weight"),
+    (r"model\.layers\.(\d+)\.mlp\.(\w+)\.weight", r"blocks.\1.\2.weight"),
+    (r"model\.layers\.(\d+)\.input_layernorm\.weight", r"blocks.\1.attn_norm.weight"),
+    (r"model\.layers\.(\d+)\.post_attention_layernorm\.weight", r"blocks.\1.mlp_norm.weight"),
+)
+
+
+def from_qwen3(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the keys of a Hugging Face Qwen3 state dict to ours; the tied head is dropped.
+
+    Raises ValueError for what such a model, with a tied head, does not have.
+    """
+    out = {}
+    for name, tensor in state.items():
+        for pattern, ours in QWEN3_NAMES:
+            if re.fullmatch(pattern, name):
+                out[re.sub(pattern, ours, name)] = tensor
+                break
+        else:
+            if name != "lm_head.weight":
+                raise ValueError(f"{name}: not a parameter of a dense Qwen3 model")
+            if not torch.equal(tensor, state["model.embed_tokens.weight"]):
+                raise ValueError(f"{name}: not the embedding, but only a tied head is possible")
+    return out
+
+
+def to_qwen3(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the keys of a vanilla state dict of ours to Hugging Face's Qwen3, head included."""
+    theirs = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+    out = {"lm_head.weight": state["embed.weight"]}
+    for name, tensor in state.items():
+        if name not in theirs:
+            _, layer, part, _ = name.split(".")
+            group = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}.get(
+                part, ("mlp." if part in ("gate_proj", "up_proj", "down_proj") else "self_attn.")
+                + part)
+            theirs[name] = f"model.layers.{layer}.{group}.weight"
+        out[theirs[name]] = tensor
+    return out

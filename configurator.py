@@ -3,55 +3,163 @@ Command lines: `python SCRIPT.py [config.py] --key=value ...` over a dataclass o
 
 A config file is Python, run in a namespace of its own; what it leaves there must be known keys
 (modules, functions, classes and names that start with an underscore are its own business).
-`--key=value` overrides the file, the file overrides the defaults, in whatever order they stand.
-`UserError` is the one exception for people: `run` prints it, without a traceback, and exits with
-status 1.
+`--key=value`, or `--key value`, overrides the file, the file overrides the defaults, in whatever
+order they stand. `run` turns every end that a user can mend into one line on stderr and status 1:
+a `UserError`, no memory, a full disk, no compiler.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import errno
 import os
 import sys
 import types
 import typing
 from pathlib import Path
 
+# Scripts import this file before torch, which reads it: on a busy machine threads that spin while
+# they wait for one that is not scheduled make a step up to 90 times as long
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "1000"
+
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "annot allocate memory",
+             "CUBLAS_STATUS_ALLOC_FAILED", "Storage size calculation overflowed")
+NO_COMPILER = ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find C compiler",
+               "Compiler: cl is not found")
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+# the settings that were parsed last, for advice, and the stream for JSON: see `run`
+session = types.SimpleNamespace(settings=None, answers=None)
 
 
 class UserError(Exception):
     """Something that the user can mend: what is wrong, the value, what is accepted."""
 
 
-def key(default, help: str):
-    """A field of a dataclass of settings, with what --help says about it."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def key(default, help: str, was: str | None = None, of: str | None = None):
+    """A field of a dataclass of settings, with what --help says about it.
+
+    `was`: its former name. `of`: another field; what a config file says of this one holds for the
+    file's own value of that one, not for another that the command line names.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "was": was, "of": of})
+
+
+def ranks() -> tuple[int, int, int]:
+    """RANK, WORLD_SIZE and LOCAL_RANK, which torchrun sets; 0, 1, 0 without it. UserError."""
+    try:
+        rank, world, local = (int(os.environ.get(name, default)) for name, default in
+                              (("RANK", -1), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    except ValueError as error:
+        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK: whole numbers are needed ({error})"
+                        ) from None
+    if rank >= world or rank < 0 and world > 1:
+        raise UserError(f"WORLD_SIZE={world}, {'no RANK' if rank < 0 else f'RANK={rank}'}: "
+                        "torchrun sets both; for one process, unset both")
+    return max(rank, 0), world, local
 
 
 def run(main, argv: list[str] | None = None):
-    """Call main(argv); a UserError becomes one line on stderr and exit status 1.
+    """Call main(argv); what the user can mend becomes one line on stderr and exit status 1.
 
     Of several processes rank 0 prints it, and others what may have happened to them alone: the
-    first one of each node, and any that has found the others.
+    first one of each node, and any that has found the others. With --json=- all that main prints
+    goes to stderr, and stdout, as `session.answers`, is for the JSON alone.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        if hasattr(getattr(sys, name), "reconfigure"):  # a terminal of ASCII alone prints ?
+            getattr(sys, name).reconfigure(errors="replace")
+    alone = "--json=-" in with_json(argv)
+    session.answers = sys.stdout if alone else None
     try:
-        main(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
+        with contextlib.redirect_stdout(sys.stderr) if alone else contextlib.nullcontext():
+            main(argv)
         sys.stdout.flush()
-        rank, group = os.environ.get("RANK", "0"), sys.modules.get("torch.distributed")
-        together = group is not None and group.is_available() and group.is_initialized()
-        if rank == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        elif together or os.environ.get("LOCAL_RANK") == "0":
-            print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # `| head` closed our output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        let_go(sys.stdout)
         sys.exit(1)
+    except Exception as error:
+        said = explained(error)
+        if said is None:
+            raise
+        complain(said)
+        sys.exit(1)
+
+
+def explained(error: Exception) -> str | None:
+    """What to say of an error that the user can mend; None for any other."""
+    text = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return str(error)
+    if no_memory(error):
+        return f"out of memory: {less_memory(session.settings)}"
+    if any(words in f"{type(error).__name__} {text}" for words in NO_COMPILER):
+        return "torch.compile finds no C++ compiler here; --compile=false goes without it"
+    if "No usable temporary directory" in text:  # torch looks for one
+        return f"{text} (is the disk full?)"
+    if isinstance(error, OSError) and error.errno in DISK:
+        return f"{error.filename or 'stdout'}: cannot be written ({error.strerror})"
+    return None
+
+
+def no_memory(error: Exception) -> bool:
+    """Whether that is what an error means; on a CPU torch has no kind of its own for it."""
+    return isinstance(error, MemoryError) or isinstance(error, (RuntimeError, OSError)) and any(
+        words in str(error) for words in NO_MEMORY)
+
+
+def less_memory(c) -> str:
+    """Settings that need less than `c`: first those that change nothing but the time."""
+    batch = getattr(c, "batch_size", None) or 1
+    steps, T = getattr(c, "gradient_accumulation_steps", None), getattr(c, "block_size", None)
+    advice = []
+    if batch > 1:
+        p = next(p for p in range(2, batch + 1) if batch % p == 0)
+        more = f" --gradient_accumulation_steps={steps * p}" if steps else ""
+        advice.append(f"--batch_size={batch // p}{more} takes less for the same result")
+    elif T and T > 1:
+        advice.append(f"--block_size={T // 2} takes less")
+    if (getattr(c, "num_samples", None) or 1) > 1:
+        advice.append(f"--num_samples={c.num_samples // 2} takes less")
+    return "; otherwise ".join(advice + ["a smaller model, shorter texts, or another device"])
+
+
+def complain(said: str):
+    """One line on stderr, by the process whose business it is."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    group = sys.modules.get("torch.distributed")
+    together = group is not None and group.is_available() and group.is_initialized()
+    rank = os.environ.get("RANK", "0")
+    with contextlib.suppress(OSError):  # stderr may be closed, or its disk full
+        if rank == "0":
+            print(f"error: {said}", file=sys.stderr, flush=True)
+        elif together or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error (rank {rank}): {said}", file=sys.stderr, flush=True)
+    let_go(sys.stdout)
+
+
+def let_go(stream):
+    """What is still in the buffer of a stream that takes no more must not fail at the end."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def with_json(argv: list[str]) -> list[str]:
+    """argv with `--json`, and no file behind it, written `--json=-`."""
+    return ["--json=-" if arg == "--json" and (following or "--").startswith("-") else arg
+            for arg, following in zip(argv, [*argv[1:], None])]
 
 
 def run_command(commands: dict, argv: list[str], usage: str):
@@ -62,7 +170,7 @@ def run_command(commands: dict, argv: list[str], usage: str):
     if not argv or argv[0] not in commands:
         raise UserError(f"{argv[0] + ': unknown' if argv else 'no'} command; choose one of "
                         f"{', '.join(commands)}")
-    commands[argv[0]](["--json=-" if arg == "--json" else arg for arg in argv[1:]])
+    commands[argv[0]](with_json(argv[1:]))
 
 
 def parse(defaults, argv: list[str], usage: str):
@@ -71,28 +179,52 @@ def parse(defaults, argv: list[str], usage: str):
     `usage` is the text that --help prints above the list of keys. Raises UserError.
     """
     if any(arg in ("-h", "--help") for arg in argv):
-        print(usage.strip() + "\n\n" + describe(defaults))
+        print(usage.strip() + "\n\n" + describe(defaults), flush=True)
         sys.exit(0)
     types_of = typing.get_type_hints(type(defaults))
     from_files, overrides = {}, {}
-    for arg in argv:
+    for arg in joined(argv, defaults):
         if not arg.startswith("--"):
-            from_files.update(read_config_file(arg, types_of))
+            from_files.update(read_config_file(arg, defaults))
             continue
         key, sep, text = arg[2:].partition("=")
         key = key.replace("-", "_")
         if key not in types_of:
-            raise UserError(unknown(key, types_of, f"--{key}"))
-        if not sep and bool in (types_of[key], *typing.get_args(types_of[key])):
+            raise UserError(unknown(key, defaults, f"--{key}"))
+        if not sep and is_boolean(types_of[key]):
             text = "true"
         elif not sep:
             raise UserError(f"--{key} needs a value: --{key}={show(getattr(defaults, key))}")
         overrides[key] = convert(text, types_of[key], f"--{key}={text}")
-    return dataclasses.replace(defaults, **(from_files | overrides))
+    for f in dataclasses.fields(defaults):
+        owner = f.metadata.get("of")
+        if owner and overrides.get(owner) not in (
+                None, from_files.get(owner, getattr(defaults, owner))):
+            from_files.pop(f.name, None)
+    session.settings = dataclasses.replace(defaults, **(from_files | overrides))
+    return session.settings
 
 
-def read_config_file(path: str, types_of: dict) -> dict:
+def joined(argv: list[str], defaults) -> list[str]:
+    """argv with each `--key value` written `--key=value`; a boolean needs no value."""
+    kinds, out, rest = typing.get_type_hints(type(defaults)), [], list(argv)
+    while rest:
+        arg = rest.pop(0)
+        kind = kinds.get(arg[2:].replace("-", "_")) if arg.startswith("--") else None
+        if kind is not None and rest and not rest[0].startswith("--") and (
+                not is_boolean(kind) or rest[0].lower() in BOOLEANS):
+            arg = f"{arg}={rest.pop(0)}"
+        out.append(arg)
+    return out
+
+
+def is_boolean(kind) -> bool:
+    return bool in (kind, *typing.get_args(kind))
+
+
+def read_config_file(path: str, defaults) -> dict:
     """The settings of a Python config file. Raises UserError with the file's name."""
+    types_of = typing.get_type_hints(type(defaults))
     if not Path(path).is_file():
         raise UserError(f"{path}: no such config file (settings are written --key=value)")
     try:
@@ -111,13 +243,16 @@ def read_config_file(path: str, types_of: dict) -> dict:
         if key.startswith("_") or isinstance(value, types.ModuleType) or callable(value):
             continue
         if key not in types_of:
-            raise UserError(unknown(key, types_of, f"{path}: {key}"))
+            raise UserError(unknown(key, defaults, f"{path}: {key}"))
         settings[key] = convert(value, types_of[key], f"{path}: {key} = {value!r}")
     return settings
 
 
-def unknown(key: str, types_of: dict, where: str) -> str:
-    near = difflib.get_close_matches(key, types_of, n=1)
+def unknown(key: str, defaults, where: str) -> str:
+    for f in dataclasses.fields(defaults):
+        if f.metadata.get("was") == key:
+            return f"{where}: {key} is {f.name} now: {f.metadata['help']}"
+    near = difflib.get_close_matches(key, [f.name for f in dataclasses.fields(defaults)], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"{where}: unknown setting {key}{hint} (--help lists all)"
 

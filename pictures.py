@@ -17,13 +17,16 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+# before torch, which reads what it tells OpenMP
+from configurator import UserError, key, parse, run
+
+# isort: split
 import numpy as np
 import torch
 from torch import Tensor
 
 from baselines import Plan, named, plan
 from checkpoint import load_checkpoint, load_model
-from configurator import UserError, key, parse, run
 from decoding import TOLERANCE, Schedule
 from evaluate import Windows
 from model import Decoder, ModelConfig, rms_norm

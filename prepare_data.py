@@ -486,7 +486,7 @@ def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,
     if dataset.startswith(os.pardir):
         dataset = os.path.abspath(out_dir)
     settings = "config/wm16.py" if config.test_rows == PAPER.test_rows else "config/tiny.py"
-    without = "" if meta["tokens"].get("val") else " --eval_iters=0"
+    without = "" if meta["tokens"].get("val") else " --eval_rows=0"
     print(f"next: python train.py {settings} --dataset={dataset}{without}")
 
 

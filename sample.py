@@ -22,8 +22,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint import load_model
+# before torch, which reads what it tells OpenMP
 from configurator import UserError, key, parse, run
+
+# isort: split
+from checkpoint import load_model
 from decoding import SOLVERS, TOLERANCE, Stats, check_choice, generate
 from kernels import accelerate
 from model import Decoder

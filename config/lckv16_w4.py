@@ -1,8 +1,6 @@
-# LCKV, 4 layers with keys and values of their own (Wu and Tu, 2024); all else as in config/wm16.py
+# LCKV, 4 layers with keys and values of their own (Wu and Tu, 2024), by its own schedule,
+# Jacobi with 7 + 2 passes over the condensed layers alone; all else as in config/wm16.py
 out_dir = "out/lckv16_w4"
 dataset = "fineweb-edu"
 kv = "lckv"
 lckv_w = 4
-n_groups = 1  # Jacobi, over the condensed layers alone
-n_nograd = 7
-n_grad = 2

@@ -5,5 +5,5 @@ gradient_accumulation_steps = 1
 max_iters = 4000
 learning_rate = 2e-3
 eval_interval = 1000
-eval_iters = 50
+eval_rows = 400
 log_interval = 20

@@ -10,6 +10,3 @@ n_layer = 16
 kv = "whitematter"
 n_channels = 16
 router_stride = 2
-n_groups = 8
-n_nograd = 1
-n_grad = 2

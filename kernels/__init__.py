@@ -90,7 +90,7 @@ class Fast:
                                        + ", ".join(sorted(unknown)))
         self.twin = self.model = twin.twin(self.model, self.dtype, training, unknown)
         self.plainly = self.twin.plainly
-        unknown -= {"decoding"}  # slower, but no other path
+        unknown -= {"decoding", "choice"}  # slower, but no other path
         if unknown:
             self.remarks.append(f"plain {', '.join(sorted(unknown))}, which has changed")
 
@@ -130,7 +130,8 @@ def compile_pieces(model: Decoder) -> Decoder:
     """A copy of the tree of modules that shares all parameters, whose pieces are compiled."""
     torch._dynamo.config.recompile_limit = 64  # a graph for each shape and gradient mode
     other = copy.copy(model)
-    other._modules = {name: child and compile_pieces(child) for name, child in model._modules.items()}
+    other._modules = {name: child and compile_pieces(child)
+                      for name, child in model._modules.items()}
     for name in PIECES.get(type(other).__name__, ()):
         setattr(other, name, torch.compile(getattr(other, name), dynamic=False))
     if isinstance(other, Decoder):

@@ -161,6 +161,17 @@ def pick_kernel(logits, stride, top, largest, groups, u, count, ids, B, V, n_chu
     tl.store(ids + b, tl.where(best == BAD, -1, chosen))
 
 
+class FastChoice:
+    """`decoding.Choice` by these kernels."""
+
+    def __init__(self, choice):
+        self.choice = choice
+
+    def __call__(self, logits: Tensor, n: Tensor, out: Tensor):
+        c = self.choice
+        choose(logits[:, :c.n_ids], c.u, n, c.temperature, c.top_k, out)
+
+
 def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float, top_k: int | None,
            out: Tensor):
     """`decoding.choose` of bfloat16 logits (B, V), by row `count` (1,) of the numbers u (n, B): ids

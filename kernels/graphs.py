@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from attention import Cache
-from decoding import Choice, Steps
-from kernels import choose, decode
+from decoding import Steps
 from model import Decoder
 
 
@@ -63,17 +62,6 @@ class Graphed:
         return self.out
 
 
-class FastChoice:
-    """`decoding.Choice` by kernels/choose.py."""
-
-    def __init__(self, choice: Choice):
-        self.choice = choice
-
-    def __call__(self, logits: Tensor, n: Tensor, out: Tensor):
-        c = self.choice
-        choose.choose(logits[:, :c.n_ids], c.u, n, c.temperature, c.top_k, out)
-
-
 class Decoding:
     """`decoding.Decoding` where a step is a CUDA graph, and the way of the ids to the host goes
     beside the next step.
@@ -85,10 +73,9 @@ class Decoding:
 
     def __init__(self, model: Decoder, h: Tensor, cache: Cache, index: Tensor, start: Tensor,
                  choice: Callable[[Tensor, Tensor, Tensor], None], filled: int = 0):
-        self.steps = steps_of(model, cache, len(h))
-        self.choice = choice
-        if isinstance(choice, Choice) and choice.top_p == 1 and h.dtype == torch.bfloat16:
-            self.choice = FastChoice(choice)
+        self.steps, self.choice = steps_of(model, cache), choice
+        if hasattr(model, "faster"):  # a twin
+            self.choice = model.faster(choice)
         self.index, self.start = index.clone(), start.clone()
         self.n = torch.zeros(1, dtype=torch.long, device=h.device)  # ids chosen before
         self.halves, self.newest = index.new_zeros(2, len(index)), 0
@@ -148,11 +135,9 @@ class Decoding:
         yield waiting.popleft()()
 
 
-def steps_of(model: Decoder, cache: Cache, rows: int):
-    """Steps of so many rows: by kernels of their own, if these serve them."""
-    if getattr(model, "decodes", False) and decode.serve(model, rows):
-        return decode.Steps(model, cache)
-    return Steps(model, cache, None)
+def steps_of(model: Decoder, cache: Cache):
+    """Steps on a cache of fixed size: by kernels of their own, if these serve its rows."""
+    return model.steps(cache) if hasattr(model, "steps") else Steps(model, cache, None)
 
 
 def record(function: Callable, state: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:

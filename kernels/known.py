@@ -32,8 +32,9 @@ PARTS = {
     "block": (plain.rotate, Block, Decoder.states),
     "pool": (Branch, Pool, WhiteMatter.pool, WhiteMatter.new_cache, Decoder.store),
     "recurrent": (baselines.Recurrent.attend, baselines.attend_with_own),
-    "decoding": (decoding.step, decoding.next_start, decoding.choose, decoding.Steps,
-                 Decoder.attend, WhiteMatter.attend),
+    "decoding": (decoding.step, decoding.next_start, decoding.Steps, Decoder.attend,
+                 WhiteMatter.attend),
+    "choice": (decoding.choose, decoding.Choice),
 }
 FINGERPRINTS = {
     "attention": "2c1293a2055fc0cc",
@@ -41,7 +42,8 @@ FINGERPRINTS = {
     "block": "6f653865cdbfb50d",
     "pool": "ffa9436395d42aa3",
     "recurrent": "99785fec0cd99a43",
-    "decoding": "04b8c64af186aadf",
+    "decoding": "36ef88146de9143a",
+    "choice": "1ebbd90a2526df48",
 }
 
 

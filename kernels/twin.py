@@ -19,8 +19,10 @@ from torch import Tensor
 
 from attention import Rows
 from baselines import Recurrent
+from decoding import Choice, Steps
+from kernels import decode, norms
 from kernels import loss as head
-from kernels import norms
+from kernels.choose import FastChoice
 from kernels.compiled import rms_norm, swiglu
 from kernels.linear import Copies, Linear, add_waiting, linear
 from kernels.norms import Gain, add_norm, split_heads
@@ -50,6 +52,16 @@ class Twin:
 
     def logits(self, h: Tensor) -> Tensor:
         return F.linear(rms_norm(h, self.norm.weight), self.embed_copy)
+
+    def steps(self, cache: TapeCache):
+        """Steps of decoding on a cache of fixed size."""
+        rows = cache.k_all.size(1)
+        return decode.Steps(self, cache) if decode.serve(self, rows) else Steps(self, cache, None)
+
+    def faster(self, choice):
+        """The same choice of tokens by kernels, if these serve it."""
+        serves = isinstance(choice, Choice) and choice.top_p == 1 and self.dtype == torch.bfloat16
+        return FastChoice(choice) if serves and self.chooses else choice
 
     def loss(self, h: Tensor, targets: Tensor) -> Tensor:
         a = rms_norm(h, self.norm.weight).flatten(0, -2)
@@ -161,7 +173,7 @@ def twin(model: Decoder, dtype: torch.dtype, training: bool, unknown: set[str]) 
         other.key_gain = Gain(model.kv_pool.key_norm, *rows)
         gains.append(other.key_gain)
     other.gains, other.renew = gains, copies.renew
-    other.decodes = not unknown
+    other.decodes, other.chooses = not unknown, "choice" not in unknown
     # parameters that are no nn.Linear's meet states in half precision
     other.plainly = not fused or isinstance(model, WhiteMatter) and TwinPool not in bases
     return other

@@ -416,7 +416,7 @@ class Prefill:
         self.state = self.column, self.index, self.start
         like = self.model.embed_tokens(self.idx[:, 0])
         cache = self.model.new_cache(B, self.replays, like=like)
-        self.steps = steps_of(self.model, cache, B)
+        self.steps = steps_of(self.model, cache)
 
     def step(self):
         token = self.idx.index_select(1, self.column)[:, 0]

@@ -119,8 +119,8 @@ def flops_per_token(config: ModelConfig, block_size: int, mode: str, head: bool 
         total -= mixing
     if max(max(channel.sources) for channel in p.channels) < end or condensed:
         # no source: the backward of the block above all sources runs in the last pass only; keys
-        # and values that it has projected itself, together with the queries, are read before
-        total -= (n - 1) * (back(slice(end - 1, end)) - 2 * condensed * (queries + kv))
+        # and values that it has projected itself are read before
+        total -= (n - 1) * (back(slice(end - 1, end)) - 2 * condensed * kv)
     return total
 
 

@@ -8,13 +8,14 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from configurator import UserError
+from configurator import UserError, session
 
 
 def synchronise(device: str):
@@ -106,7 +107,7 @@ def write_json(path: str | None, results: dict):
         return
     text = json.dumps(results)
     if path == "-":
-        print(text)
+        print(text, file=session.answers or sys.stdout)
         return
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")

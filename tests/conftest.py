@@ -1,7 +1,13 @@
 """Before anything imports Triton: without a GPU its kernels are tested in the interpreter."""
 
+import json
 import os
 
+import configurator  # noqa: F401  before torch, which reads what it tells OpenMP
+
+# isort: split
+import numpy as np
+import pytest
 import torch
 
 # the shapes are small: threads would only wait for each other
@@ -9,3 +15,19 @@ torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A working folder with a small random data set in the documented format."""
+    data = tmp_path / "data" / "random"
+    data.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for split, n in (("train", 5000), ("val", 700)):
+        ids = rng.integers(0, 40, n).astype("<u2")
+        ids[rng.random(n) < 0.03] = 256
+        ids.tofile(data / f"{split}.bin")
+    (data / "meta.json").write_text(json.dumps(
+        {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256, "dtype": "uint16",
+         "tokens": {"train": 5000, "val": 700, "test": 0}}))
+    return tmp_path

@@ -7,15 +7,16 @@ import oracle_baselines
 import pytest
 import torch
 from oracle import document_ids, stack
-from small import SMALL, random_tokens, small_model, with_documents
+from small import SMALL, channels, random_tokens, small_model, with_documents
 
 from baselines import build, lckv_sources, named, plan
 from configurator import parse
 from decoding import step
 from measure.flops import MODES, count_flops, flops_per_token
-from model import ModelConfig, add_partial_gradients, rotary_tables, rotate, set_compute_copies
+from model import ModelConfig, rotary_tables, rotate
+from running.optimizers import make_optimizers
 from solvers import autoregressive, cyclic, jacobi, one_pass, solve
-from train import TrainConfig, flat_gradient, make_optimizers, model_config
+from train import TrainConfig, model_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,7 +74,7 @@ def check(name, solver, method, idx, options=()):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     ours.backward()
     for key, p in model.named_parameters():
-        grad = oracle.p[key].grad
+        grad = oracle.p[key.removesuffix(".weight")].grad
         if key == "memory.weights" and options == (0, 1):  # they sum to 1, over equal states
             assert grad.abs().max() < 1e-12 and p.grad.abs().max() < 1e-12
             continue
@@ -96,7 +97,7 @@ def test_no_solver_iterates_what_is_exact_in_one_pass(name, solver, options):
     model, targets, results = make(name), random_tokens(*ROWS.shape, seed=2), []
     for solution in (one_pass(model, ROWS), solver(model, ROWS, *options)):
         grads = torch.autograd.grad(model.loss(solution.final, targets), list(model.parameters()))
-        results.append((solution.states, solution.cache.k, solution.cache.v, *grads))
+        results.append((solution.states, *channels(solution.cache), *grads))
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
@@ -167,13 +168,13 @@ def test_decoding_on_the_cache_is_the_whole_computation(name):
     whole = solution_of(model, idx, exact=True)
     start = model.document_starts(idx)
     half = solution_of(model, idx[:, :4], exact=True)
-    cache = model.new_cache(2, 9, like=model.embed)
-    cache.put(slice(0, 4), half.cache.k, half.cache.v)
+    cache = model.new_cache(2, 9, like=model.norm.weight)
+    cache.put(slice(0, 4), *channels(half.cache))
     for i in range(4, 9):
         index = torch.full((2,), i)
         h = step(model, cache, idx[:, i], index, start[:, i])
         torch.testing.assert_close(h, whole.final[:, i], rtol=1e-9, atol=1e-9)
-    for ours, theirs in ((cache.k, whole.cache.k), (cache.v, whole.cache.v)):
+    for ours, theirs in zip(channels(cache), channels(whole.cache)):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
@@ -188,8 +189,8 @@ def test_packed_documents_equal_separate_ones(name):
         for part in (slice(0, 4), slice(4, 9)):
             alone = schedule(model, idx[:, part])
             torch.testing.assert_close(packed.states[:, part], alone.states, rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(packed.cache.k[:, :, part], alone.cache.k, rtol=1e-9,
-                                       atol=1e-9)
+            torch.testing.assert_close(channels(packed.cache)[0][:, :, part],
+                                       channels(alone.cache)[0], rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()
@@ -199,10 +200,10 @@ def test_one_stack_pass_decodes_a_token_and_the_plan_names_the_passes(name):
     model, idx = make(name, n_nograd=2, n_grad=1, n_groups=1), random_tokens(1, 6)
     calls = [0] * model.config.n_layer
     for layer, block in enumerate(model.blocks):
-        def counted(*args, layer=layer, project=block.project):
+        def counted(*args, layer=layer, queries=block.queries):
             calls[layer] += 1
-            return project(*args)
-        block.project = counted
+            return queries(*args)
+        block.queries = counted
     solution = solve(model, idx, keep_cache=True)
     wiring = plan(model.config)
     first, end = wiring.iterated
@@ -210,7 +211,7 @@ def test_one_stack_pass_decodes_a_token_and_the_plan_names_the_passes(name):
     expected = [3 if wiring.iterates and first <= n < end else 1 for n in range(len(calls))]
     assert calls == expected and solution.report.passes == max(expected)
     calls[:] = [0] * len(calls)
-    cache = model.new_cache(1, 7, like=model.embed)
+    cache = model.new_cache(1, 7, like=model.norm.weight)
     step(model, cache, idx[:, 0], torch.tensor([6]), torch.tensor([0]))
     assert calls == [1] * len(calls)
 
@@ -269,13 +270,13 @@ def wm16(k, inputs=8):
     return 51_924_480 - 16 * 295_008 + 2 * branch + k * 96 + 512
 
 
-@pytest.mark.parametrize("name, count, channels", [
+@pytest.mark.parametrize("name, count, n_channels", [
     ("lckv16_w4", 48_679_392, 5), ("lckv16_w7", 49_564_416, 8), ("fusedkv16", 49_571_328, 8),
     ("fusedkv16_lite", 49_564_416, 8), ("nofeedback16", 54_055_424, 16),
     ("recurrent16", 51_924_480, 16), ("feedback16", 51_924_480 - 15 * 295_008 + 17, 1),
     ("static16", 54_055_424 - 2 * 16 * 16 * 8 * 512, 16), ("static16_k1", wm16(1, 0), 1),
     *((f"wm16_k{k}", wm16(k), k) for k in (12, 4, 2, 1))])
-def test_the_papers_configs(name, count, channels):
+def test_the_papers_configs(name, count, n_channels):
     """Parameters without the embedding; a cache of so many channels."""
     c = parse(TrainConfig(), [str(ROOT / "config" / f"{name}.py")], "")
     assert c.out_dir == f"out/{name}" and c.max_iters == 30518
@@ -283,11 +284,13 @@ def test_the_papers_configs(name, count, channels):
     config = model_config(c, {"vocab_size": 151936, "eos_id": 3})
     with torch.device("meta"):
         model = build(config)
-        cache = model.new_cache(1, 4, like=model.embed)
+        cache = model.new_cache(1, 4, like=model.norm.weight)
     assert model.n_params() == count
-    assert cache.k.shape == cache.v.shape == (channels, 1, 4, 3, 96)
-    assert len(plan(config).channels) == channels
-    assert (c.n_groups, c.n_nograd, c.n_grad) == ((1, 7, 2) if "lckv" in name else (8, 1, 2))
+    assert len(cache.k) == len(cache.v) == n_channels
+    assert all(x.shape == (1, 4, 3, 96) for x in (*cache.k, *cache.v))
+    assert len(plan(config).channels) == n_channels
+    schedule = config.n_groups, config.n_nograd, config.n_grad
+    assert schedule == ((1, 7, 2) if "lckv" in name else (8, 1, 2))
 
 
 @pytest.mark.parametrize("name, settings", [
@@ -368,42 +371,16 @@ def test_parameters_go_to_their_optimizers(name):
              for p in g["params"]}
     assert found.keys() == set(names.values())
     for n, p in model.named_parameters():
-        matrix = p.dim() == 2 and n.split(".")[-1] in (
+        matrix = p.dim() == 2 and n.split(".")[-2] in (
             "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "router")
         decay = 0.1 if matrix or n.endswith(".proj") else 0.0
         assert found[n] == (matrix, decay), n
-    special = {"feedback": {"memory.k_proj": (True, 0.1), "memory.weights": (False, 0.0)},
+    special = {"feedback": {"memory.k_proj.weight": (True, 0.1), "memory.weights": (False, 0.0)},
                "fusedkv": {"fuse_key": (False, 0.0), "fuse_value": (False, 0.0)}}
     assert special.get(name, {}).items() <= found.items()
 
 
 # -- other ways to compute ------------------------------------------------------------------
-
-
-@every_system
-def test_compute_copies_change_nothing(name):
-    """What CUDA trains with: copies of the weights, gradients added in place."""
-    model, idx = make(name, n_groups=3), random_tokens(2, 7)
-
-    def loss():
-        return model.loss(solve(model, idx).final, idx)
-
-    expected = torch.autograd.grad(loss(), list(model.parameters()))
-    flat = flat_gradient(model)
-    set_compute_copies(model, torch.float64)
-    loss().backward()
-    add_partial_gradients(model)
-    torch.testing.assert_close(flat, torch.cat([g.flatten() for g in expected]), rtol=1e-9,
-                               atol=1e-10)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.5)
-    assert not torch.isclose(loss(), loss_of_fresh_copies(model, loss))
-
-
-def loss_of_fresh_copies(model, loss):
-    set_compute_copies(model, torch.float64)
-    return loss()
 
 
 @every_system
@@ -437,11 +414,12 @@ def test_flops_of_a_single_layer(mode):
 
 @pytest.mark.parametrize("w, printed", [(4, (1.421, 0.935, 0.173)), (7, (1.174, 0.738, 0.175))])
 def test_flops_of_lckv_beside_the_papers(w, printed):
-    """Within one of the last digit, but for prefill, where the paper's is 0.2 % higher."""
+    """Within 0.1 %, but for prefill, where the paper's is 0.2 % higher. In training, queries that
+    nobody asks for in the passes before the last have no backward pass here."""
     c = ModelConfig(kv="lckv", lckv_w=w, n_groups=1, n_nograd=7, n_grad=2)
     for mode, theirs in zip(MODES, printed):
         ours = flops_per_token(c, 2048, mode) / 1e9
-        assert ours == pytest.approx(theirs, abs=0.0025 if mode == "prefill" else 0.001)
+        assert ours == pytest.approx(theirs, abs=0.0025 if mode == "prefill" else 0.0015)
 
 
 def test_flops_by_hand():

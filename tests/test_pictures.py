@@ -269,7 +269,7 @@ def test_weights_are_those_that_the_pool_mixes_with(changes):
     expected = key.bias.expand(2, 9, -1, -1)
     if key.router is not None:
         x = h[:, :, (L - 1) % key.stride::key.stride].flatten(2)
-        expected = expected + (x @ key.router.T).view(2, 9, -1, L)
+        expected = expected + (x @ key.router.weight.T).view(2, 9, -1, L)
     assert alpha[0] == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 

@@ -16,6 +16,7 @@ import sample
 from baselines import build
 from checkpoint import save_checkpoint
 from configurator import UserError
+from kernels import accelerate
 from model import ModelConfig
 from prepare_data import get_tokenizer
 from solvers import autoregressive, one_pass
@@ -201,6 +202,14 @@ def test_case_53_stop_string_ends_the_run(checkpoint, capsys):
 SYSTEMS = [dict(kv="vanilla"), dict(n_channels=1), dict(n_channels=2), dict(n_channels=3)]
 
 
+class Static(decoding.Decoding):
+    """Steps whose shapes do not change, as a CUDA graph takes them."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.steps.filled = None
+
+
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
 @torch.no_grad()
@@ -216,9 +225,11 @@ def test_case_54_decoding_equals_full_computation(system, static):
         logits.append(x)
         out.copy_(x.argmax(-1))
 
-    steps, _ = decoding.begin(model, [prompt], 21, greedy, "autoregressive", static=static)
-    channels = system.get("n_channels", 3)  # (d) k of them, where vanilla has L = 3
-    assert steps.steps.cache.k.shape == steps.steps.cache.v.shape == (channels, 1, 30, 2, 6)
+    steps, _ = decoding.begin(model, [prompt], 21, greedy, "autoregressive",
+                              decoding=Static if static else decoding.Decoding)
+    cache = steps.steps.cache  # (d) k channels, where vanilla has L = 3
+    assert len(cache.k) == len(cache.v) == system.get("n_channels", 3)
+    assert all(x.shape == (1, 30, 2, 6) for x in (*cache.k, *cache.v))
     ids = [i for (i,) in steps.tokens(21)]
     full = model.logits(solve(model, torch.tensor([prompt + ids[:-1]])).final)[0, 8:]
     assert (full - torch.cat(logits)).abs().max() < 1e-10  # (a)
@@ -239,7 +250,7 @@ def test_static_steps_with_documents(system):
         logits.append(x)
         out.copy_(next(script))
 
-    steps, _ = decoding.begin(model, prompts, 4, forced, "autoregressive", static=True)
+    steps, _ = decoding.begin(model, prompts, 4, forced, "autoregressive", decoding=Static)
     new = list(steps.tokens(4))
     solve = autoregressive if model.iterates else one_pass
     for b, prompt in enumerate(prompts):
@@ -339,7 +350,7 @@ def test_case_58_padded_vocabulary(tmp_path, capsys):
     torch.manual_seed(0)
     model = build(ModelConfig(**TINY))
     with torch.no_grad():
-        model.embed[:300] *= 1e-3
+        model.embed.weight[:300] *= 1e-3
     path = save(tmp_path / "ckpt.pt", model)
     read = run_main(capsys, f"out_dir={path}", "temperature=0", "max_new_tokens=5", "start=x")
     assert read.out.startswith("x")
@@ -372,7 +383,7 @@ def test_case_58_damaged_weights(tmp_path):
     """(c)"""
     model = build(ModelConfig(**TINY))
     with torch.no_grad():
-        model.blocks[0].q_proj[0, 0] = torch.nan
+        model.blocks[0].q_proj.weight[0, 0] = torch.nan
     path = save(tmp_path / "ckpt.pt", model)
     with pytest.raises(UserError, match="non-finite logits"):
         sample.main([f"--out_dir={path}", "--max_new_tokens=3", "--device=cpu"])
@@ -489,13 +500,13 @@ def test_static_steps_after_8200_tokens():
     model.config.eos_id = None
     T, n = 8200, 3
     idx = random_tokens(1, T)
-    rows, whole, final = model.rows(idx), model.new_cache(1, T, like=model.embed), []
+    rows, whole, final = model.rows(idx), model.new_cache(1, T, like=model.norm.weight), []
     for i in range(0, T, 512):
         at = rows.at(slice(i, min(i + 512, T)))
         final.append(model.states(model.embed_tokens(idx[:, at.columns]), at, whole)[-1])
     full = model.logits(torch.cat(final, 1)[0, -n:])
-    cache = model.new_cache(1, T + 800, like=model.embed)
-    cache.put(slice(0, T - n), whole.k[:, :, :T - n], whole.v[:, :, :T - n])
+    cache = model.new_cache(1, T + 800, like=model.norm.weight)
+    cache.put(slice(0, T - n), whole.k[0][None, :, :T - n], whole.v[0][None, :, :T - n])
     assert (decoded(model, cache, idx[0, -n:], T - n, n, static=True) - full).abs().max() < 1e-10
 
 
@@ -503,7 +514,7 @@ def test_static_steps_after_8200_tokens():
 @torch.no_grad()
 def test_static_steps_equal_those_on_a_view_after_8200_tokens(k):
     model = small_model(n_channels=k)
-    caches = [model.new_cache(1, 9000, like=model.embed) for _ in range(2)]
+    caches = [model.new_cache(1, 9000, like=model.norm.weight) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(2, k, 1, 8200, 2, 6, generator=generator, dtype=torch.float64)
     ids = random_tokens(1, 3)[0]
@@ -523,13 +534,22 @@ def decoded(model, cache, ids, context, n, static, kv=None):
         out.copy_(ids[i.clamp(max=n - 1)])
 
     index, start = torch.tensor([context]), torch.tensor([0])
-    steps = decoding.Decoding(model, model.embed_tokens(ids[:1]), cache, index, start, forced,
-                              context, static)
+    kind = Static if static else decoding.Decoding
+    steps = kind(model, model.embed_tokens(ids[:1]), cache, index, start, forced, context)
     list(steps.tokens(n + 1))
     return torch.cat(logits[1:])
 
 
 # ---- on a GPU
+
+
+def Eager(*args):  # noqa: N802
+    """The decoding of CUDA, not recorded."""
+    from kernels.graphs import Decoding
+
+    steps = Decoding(*args)
+    steps.prepare = lambda n: False
+    return steps
 
 
 @pytest.mark.gpu
@@ -543,14 +563,15 @@ def test_graph_equals_eager(system, B):
     torch.manual_seed(0)
     sizes = dict(vocab_size=512, eos_id=3, n_layer=4, n_embd=128, n_head=4, n_kv_head=2,
                  head_dim=48, n_hidden=256)
-    model = decoding.ready(build(ModelConfig(**sizes, **system)).cuda(), torch.bfloat16)
+    fast = accelerate(build(ModelConfig(**sizes, **system)).cuda(), torch.bfloat16)
+    model = fast.model
     prompts = [torch.randint(512, (n,)).tolist() for n in torch.randint(1, 60, (B,)).tolist()]
     for temperature in (0.0, 1.0):
-        graph, eager = (list(decoding.generate(model, prompts, 20, temperature, graph=g))
-                        for g in (True, False))
+        graph, eager = (list(decoding.generate(model, prompts, 20, temperature, decoding=d))
+                        for d in (fast.decoding, Eager))
         assert graph == eager
     choice = decoding.Choice(decoding.draws(0, 9, B).cuda(), 1.0, 50, 0.9, 500)
-    steps, _ = decoding.begin(model, prompts, 9, choice)
+    steps, _ = decoding.begin(model, prompts, 9, choice, decoding=fast.decoding)
     steps.advance()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -562,9 +583,9 @@ def test_graph_equals_eager(system, B):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_damaged_weights_in_a_graph():
-    model = decoding.ready(build(ModelConfig(**TINY)).cuda(), torch.bfloat16)
-    steps = decoding.generate(model, [[1, 2]], 9, 1.0)
+    fast = accelerate(build(ModelConfig(**TINY)).cuda(), torch.bfloat16)
+    steps = decoding.generate(fast.model, [[1, 2]], 9, 1.0, decoding=fast.decoding)
     next(steps)
-    model.embed.compute[:, 0] = torch.nan
+    fast.model.embed_copy[:, 0] = torch.nan
     with pytest.raises(UserError, match="non-finite logits"):
         list(steps)

@@ -67,7 +67,7 @@ def open_tokens(path: Path, meta: dict) -> np.ndarray:
     if not size:
         raise UserError(f"{path}: {'no such data file' if size is None else 'it is empty'}; "
                         "prepare the data set with such a split (python prepare_data.py --help)"
-                        + (", or train without it: --eval_iters=0" * (path.stem == "val")))
+                        + (", or train without it: --eval_rows=0" * (path.stem == "val")))
     dtype = np.dtype(meta["dtype"]).newbyteorder("<")
     n, promised = size / dtype.itemsize, meta["tokens"].get(path.stem)
     if n != (int(n) if promised is None else promised):

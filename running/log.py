@@ -1,0 +1,150 @@
+"""
+log.csv, a row per step; the progress lines; Weights & Biases.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint import keep_previous
+from configurator import UserError
+from running.processes import Processes, brief
+
+
+class Log:
+    """What a run says of its steps; losses stay on the device until a line is due.
+
+    The file is open only while rows are added to it. A new run moves an earlier one away when its
+    first rows are written, and not before: a start that fails leaves the folder as it was.
+    """
+
+    columns = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s")
+
+    def __init__(self, path: Path, step: int, tokens_per_step: int, flops_share: float | None,
+                 processes: Processes, c, wandb=None):
+        self.path, self.c, self.processes, self.wandb = path, c, processes, wandb
+        self.tokens_per_step = tokens_per_step
+        self.flops_share = flops_share  # of the devices' peak, per token and second; or unknown
+        self.waiting: list[tuple] = []  # steps whose losses are on the device
+        self.rows: list[tuple] = []  # for the file
+        self.since = time.perf_counter()
+        self.last_loss = None
+        self.begun, self.is_new = False, not step
+        self.kept = self.read(path, step) if step else []
+        self.validated = any(not row[1] and int(row[0]) == step for row in self.kept)
+
+    @classmethod
+    def read(cls, path: Path, step: int) -> list[list[str]]:
+        """The rows up to `step`, which a resumed run does not repeat."""
+        if not path.exists():
+            return []
+        with open(path, newline="", encoding="utf-8", errors="replace") as f:
+            rows = [r for r in csv.reader(f) if len(r) == len(cls.columns) and r[0].isdigit()]
+        # a validation after n steps is in row n, which has no loss
+        return [r for r in rows if int(r[0]) < step or int(r[0]) == step and not r[1]]
+
+    def begin(self):
+        """The file with the rows that are kept; whatever happens, it has either all old rows or
+        these."""
+        folder, temporary = self.path.parent, self.path.with_name(self.path.name + ".tmp")
+        try:
+            with open(temporary, "w", newline="", encoding="utf-8") as f:
+                csv.writer(f).writerows([self.columns, *self.kept])
+            previous = keep_previous(folder) if self.is_new else None
+            if previous:
+                self.processes.print(f"{folder} held a run: it is kept in {previous}")
+            os.replace(temporary, self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self.begun = True
+
+    def write(self):
+        """Add the rows that wait to the file; if it takes none, they wait for the next time."""
+        if self.processes.rank or not self.rows:
+            return
+        size = None
+        try:
+            if not self.begun:
+                self.begin()
+            size = self.path.stat().st_size
+            with open(self.path, "a", newline="", encoding="utf-8") as f:
+                csv.writer(f).writerows(self.rows)
+            self.rows.clear()
+        except OSError as error:
+            if size is not None and self.path.exists():
+                os.truncate(self.path, size)  # no half a row
+            self.processes.print(f"note: {self.path} takes no rows now ({error.strerror})")
+
+    def add(self, step: int, loss: Tensor, lr: float, norm: Tensor):
+        self.waiting.append((step, loss, lr, norm))
+        if (step + 1) % self.c.log_interval == 0:
+            self.flush()
+
+    def flush(self):
+        """Fetch what waits, write it, print the last one; stop the run if it is not finite."""
+        if not self.waiting:
+            return self.write()
+        losses = self.processes.sum(torch.stack([w[1] for w in self.waiting]).float())
+        losses = (losses / self.processes.world).tolist()
+        norms = torch.stack([w[3] for w in self.waiting]).tolist()
+        seconds = time.perf_counter() - self.since
+        speed = self.tokens_per_step * len(self.waiting) / seconds
+        for (step, _, lr, _), loss, norm in zip(self.waiting, losses, norms):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise UserError(f"step {step}: loss {loss}, gradient norm {norm}; the last finite "
+                                f"loss was {self.last_loss}. The checkpoint is from before; lower "
+                                "learning_rate or raise warmup_iters")
+            self.last_loss = loss
+            self.rows.append((step, f"{loss:.6f}", "", f"{lr:.4g}", f"{norm:.4f}", f"{speed:.0f}"))
+            if self.wandb:
+                self.wandb.log({"loss": loss, "lr": lr, "norm": norm, "tokens_per_s": speed},
+                               step=step)
+        self.write()
+        left = seconds / len(self.waiting) * (self.c.max_iters - step - 1)
+        mfu = "n/a" if self.flops_share is None else f"{100 * self.flops_share * speed:.1f} %"
+        self.processes.print(f"step {step}: loss {loss:.4f}, lr {lr:.2e}, norm {norm:.2f}, "
+                             f"{speed:,.0f} tokens/s, MFU {mfu}, {left / 60:.1f} min left")
+        self.waiting.clear()
+        self.since = time.perf_counter()
+
+    def validation(self, step: int, loss: float, best: bool):
+        self.rows.append((step, "", f"{loss:.6f}", "", "", ""))
+        self.write()
+        if self.wandb:
+            self.wandb.log({"val_loss": loss}, step=step)
+        self.processes.print(f"step {step}: val loss {loss:.4f}{', the best yet' if best else ''}")
+        self.since = time.perf_counter()
+
+    def close(self):
+        """The run is over. Raises UserError for rows that could not be written all the time."""
+        self.write()
+        if self.rows and not self.processes.rank:
+            raise UserError(f"{self.path}: its last {len(self.rows)} rows cannot be written; the "
+                            "checkpoint has all steps")
+
+
+def import_wandb():
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("wandb=True: the package is not installed (pip install wandb)") from None
+    return wandb
+
+
+def start_wandb(c, run_id: str | None):
+    """Weights & Biases' run: the one of the checkpoint, if there is one, else a new one."""
+    try:
+        return import_wandb().init(project=c.wandb_project, name=c.out_dir, config=asdict(c),
+                                   id=run_id, resume="allow")
+    except Exception as error:  # no key, no network, no disk: all of its own kinds
+        raise UserError(f"wandb=True: {brief(error)} (`wandb login` stores a key; WANDB_MODE="
+                        "offline needs none; --wandb=false goes without)") from None

@@ -1,0 +1,77 @@
+"""
+Where a run begins: from nothing, from a checkpoint's weights, or where an earlier start stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from checkpoint import damaged, load_checkpoint, load_weights
+from configurator import UserError
+from model import ModelConfig
+from running.settings import SCHEDULE, TrainConfig, learning_rate
+
+
+def starting_point(c: TrainConfig) -> tuple[dict | None, bool]:
+    """The checkpoint that init_from names, if any, and whether its run goes on."""
+    how, _, path = c.init_from.partition(":")
+    if how == "resume" or how == "auto" and (Path(c.out_dir) / "ckpt.pt").exists():
+        return load_checkpoint(Path(c.out_dir) / "ckpt.pt"), True
+    path = path if how == "auto" else "" if how == "scratch" else c.init_from
+    return (load_checkpoint(path), False) if path else (None, False)
+
+
+def check_data(c: TrainConfig, meta: dict, state: dict):
+    """Raise UserError if a checkpoint reads other ids than the data set has."""
+    for name in ("tokenizer", "vocab_size", "eos_id"):
+        if meta[name] != state["meta"][name]:
+            raise UserError(f"data/{c.dataset} has {name}={meta[name]}, the checkpoint "
+                            f"{state['meta'][name]}: its weights mean nothing for other ids; "
+                            "prepare the data set with the checkpoint's tokenizer")
+
+
+def restore(trainer, state: dict):
+    """Continue the run of a checkpoint, by the settings of this one; says so where these mean
+    other rows, passes or another rate. Raises UserError if it has another model."""
+    t = trainer
+    mine, theirs = (asdict(c) for c in (t.model_config, ModelConfig(**state["model_config"])))
+    other = {k: f"{k}={mine[k]} (there: {theirs[k]})" for k in mine if mine[k] != theirs[k]}
+    wrong = [said for name, said in other.items() if name not in SCHEDULE]
+    if wrong:
+        raise UserError(f"{t.path} has another model: {', '.join(wrong)}")
+    load_weights(t.model, state, t.path)
+    if not state.get("optimizers"):
+        raise UserError(f"{t.path} has weights, but no state of the optimizers: "
+                        f"--init_from={t.path} begins a new run with them")
+    try:
+        for optimizer, saved in zip(t.optimizers, state["optimizers"], strict=True):
+            # the state is the checkpoint's, the settings (momentum, fused, ...) are ours
+            groups = [old | {k: v for k, v in ours.items() if k != "params"} for old, ours in
+                      zip(saved["param_groups"], optimizer.param_groups, strict=True)]
+            optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+        torch.set_rng_state(state["rng"].cpu())
+        t.step, t.rows_seen = int(state["step"]), int(state["rows_seen"])
+        t.best, t.saved = float(state["best_val_loss"]), t.step
+        before = TrainConfig(**{f.name: state["config"][f.name] for f in fields(TrainConfig)
+                                if f.name in state["config"]})
+        then = learning_rate(t.step, before)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise damaged(t.path, error) from None
+    if t.c.dataset != before.dataset:  # of which none was seen, and no loss is known
+        t.best, t.rows_seen = math.inf, 0
+    changed = [f"{name}={getattr(t.c, name)} (there: {getattr(before, name)})"
+               for name in ("dataset", "seed", "block_size")
+               if getattr(t.c, name) != getattr(before, name)]
+    if changed:
+        t.processes.print(f"note: goes on with {', '.join(changed)}, and so on other rows")
+    if other:
+        t.processes.print(f"note: goes on with {', '.join(other.values())}; the weights fit")
+    now = learning_rate(t.step, t.c)
+    if not 0.8 * then <= now <= 1.25 * then and t.step < t.c.max_iters:
+        t.processes.print(f"note: goes on at a learning rate of {now:.2e}, where the earlier "
+                          f"settings had {then:.2e} (max_iters={t.c.max_iters}, there: "
+                          f"{before.max_iters})")

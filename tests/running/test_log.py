@@ -1,0 +1,129 @@
+"""log.csv is never without its rows, whatever happens to the run or the disk."""
+
+import csv
+import errno
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from runs import arguments, in_process, losses, make, refused
+
+from configurator import UserError
+from train import TrainConfig
+
+
+def test_a_resumed_log_keeps_what_was_written_before(folder, monkeypatch):
+    in_process(folder, monkeypatch, max_iters=4, eval_interval=2)
+    with open("out/log.csv", "ab") as f:
+        f.write(b"1,\xff\n3")  # a torn line does not count
+    in_process(folder, monkeypatch, max_iters=6, eval_interval=2, init_from="resume")
+    with open("out/log.csv", newline="") as f:
+        rows = [(int(r["step"]), bool(r["loss"])) for r in csv.DictReader(f)]
+    assert rows == [(0, True), (1, True), (2, False), (2, True), (3, True), (4, False), (4, True),
+                    (5, True), (6, False)]
+
+
+def test_whoever_is_killed_while_a_resumed_run_begins_has_the_old_log_or_the_new(
+        folder, monkeypatch):
+    in_process(folder, monkeypatch, max_iters=4)
+    before = Path("out/log.csv").read_text()
+    trainer = make(folder, monkeypatch, max_iters=5, init_from="resume")
+    assert Path("out/log.csv").read_text() == before
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert Path("out/log.csv").read_text() == before
+
+
+def test_rows_wait_while_the_disk_is_full(folder, monkeypatch, capsys):
+    trainer = make(folder, monkeypatch, max_iters=4)
+    real, full = csv.writer, [False]
+
+    def writer(file):
+        def writerows(rows):
+            if full[0]:
+                file.write("1,half a r")
+                file.flush()
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(file).writerows(rows)
+        return types.SimpleNamespace(writerows=writerows)
+
+    monkeypatch.setattr(csv, "writer", writer)
+    update = trainer.update
+
+    def step():
+        full[0] = trainer.step in (1, 2)
+        update()
+
+    trainer.update = step
+    trainer.run()
+    said = capsys.readouterr().out
+    assert "note: out/log.csv takes no rows now (No space left on device)" in said
+    assert sorted(losses("out/log.csv")) == [0, 1, 2, 3]
+    assert "half" not in Path("out/log.csv").read_text()
+
+    full[0] = True
+    trainer.log.rows.append((9, "", "1", "", "", ""))
+    with pytest.raises(UserError, match="log.csv: its last 1 rows.*checkpoint has all steps"):
+        trainer.log.close()
+
+
+def test_a_new_run_without_room_for_its_log_moves_no_other_away(folder, monkeypatch):
+    in_process(folder, monkeypatch, max_iters=2)
+    before = {p.name: p.read_bytes() for p in Path("out").iterdir()}
+    real = open
+
+    def full(path, *args, **how):
+        if str(path).endswith("log.csv.tmp"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, *args, **how)
+
+    monkeypatch.setattr("builtins.open", full)
+    with pytest.raises(UserError, match="out/log.csv: cannot be written.*as it was"):
+        in_process(folder, monkeypatch, seed=1)
+    assert {p.name: p.read_bytes() for p in Path("out").iterdir()} == before
+
+
+def test_wandb_is_off_and_reported_early_when_missing(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    refused(arguments(wandb=True, dataset="nothing"), capsys, "wandb", "not installed")
+    in_process(folder, monkeypatch, eval_rows=0, max_iters=2)
+    with open("out/log.csv", newline="") as f:
+        rows = list(csv.DictReader(f))
+    assert [r["step"] for r in rows] == ["0", "1"]
+    assert all(float(r[c]) > 0 for r in rows for c in ("loss", "lr", "grad_norm", "tokens_per_s"))
+
+
+def test_wandb_gets_the_log_and_a_resumed_run_goes_on_in_the_same_one(folder, monkeypatch):
+    rows, begun = [], []
+
+    def init(**how):
+        begun.append(how)
+        return types.SimpleNamespace(id=how["id"] or f"new{len(begun)}",
+                                     log=lambda values, step: rows.append((step, values)))
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    in_process(folder, monkeypatch, wandb=True, max_iters=2)
+    in_process(folder, monkeypatch, wandb=True, max_iters=3, init_from="resume")
+    in_process(folder, monkeypatch, wandb=True, max_iters=1)
+    assert [how["id"] for how in begun] == [None, "new1", None]
+    assert begun[0]["name"] == "out" and begun[0]["config"]["seed"] == TrainConfig.seed
+    assert [r[0] for r in rows] == [0, 1, 2, 2, 3, 0, 1]
+    assert rows[0][1]["loss"] > 0 and rows[2][1]["val_loss"] > 0
+
+
+def test_wandb_without_a_key_is_one_line(folder, monkeypatch, capsys):
+    def init(**_):
+        raise RuntimeError("api_key not configured (no-tty). call wandb.login()\nand more")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    refused(arguments(wandb=True), capsys, "wandb=True: api_key not configured", "WANDB_MODE")
+    assert not Path("out/ckpt.pt").exists()

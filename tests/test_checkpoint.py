@@ -1,0 +1,118 @@
+"""Checkpoints: never half of one, and whatever is loaded is looked at first."""
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from runs import TINY, in_process, load
+
+import checkpoint
+from configurator import UserError
+from model import ModelConfig
+
+
+@pytest.fixture
+def state(tmp_path, monkeypatch):
+    """What train.py writes, of a model that has learnt nothing, in tmp_path/a."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {k: v for k, v in TINY.items() if k in ModelConfig.__dataclass_fields__}
+    config = ModelConfig(vocab_size=320, eos_id=256, **sizes)
+    model = checkpoint.build(config)
+    state = {"model": model.state_dict(), "model_config": vars(config), "optimizers": [],
+             "meta": {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256},
+             "config": {"block_size": 16, "dataset": "x"}, "step": 3}
+    checkpoint.save_checkpoint(Path("a/ckpt.pt"), state)
+    return state
+
+
+@pytest.mark.parametrize("fault, words", [
+    (OSError(errno.ENOSPC, "no space left"), "no space left.*earlier checkpoint"),
+    (RuntimeError("unexpected pos 64"), "is the disk full.*earlier checkpoint")])
+def test_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch, fault, words):
+    path = tmp_path / "ckpt.pt"
+    checkpoint.save_checkpoint(path, {"a": torch.ones(3)})
+    before = path.read_bytes()
+
+    def broken(state, f):
+        f.write(b"x" * 100)
+        raise fault
+
+    monkeypatch.setattr(torch, "save", broken)
+    with pytest.raises(UserError, match=words):
+        checkpoint.save_checkpoint(path, {"a": torch.zeros(3)})
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt.pt"]
+
+
+def test_a_full_disk_leaves_the_old_best_checkpoint(tmp_path, monkeypatch):
+    """Where there are no links, the best one is a copy."""
+    path, best = tmp_path / "ckpt.pt", tmp_path / "best.pt"
+    for p in (path, best):
+        p.write_bytes(p.name.encode())
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(checkpoint.os, "link", refuse)
+    monkeypatch.setattr(checkpoint.shutil, "copyfile", refuse)
+    with pytest.raises(UserError, match="best.pt: cannot be written .no space left"):
+        checkpoint.keep_copy(path, best)
+    assert best.read_bytes() == b"best.pt" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_run_that_cannot_be_moved_stays(tmp_path, monkeypatch):
+    for name in ("ckpt.pt", "log.csv"):
+        (tmp_path / name).write_text(name)
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "access denied")
+
+    monkeypatch.setattr(checkpoint.os, "replace", refuse)
+    with pytest.raises(UserError, match="cannot be moved.*access denied.*another out_dir"):
+        checkpoint.keep_previous(tmp_path)
+    assert (tmp_path / "ckpt.pt").read_text() == "ckpt.pt"
+
+
+def test_wrapper_prefixes_are_stripped_and_unknown_names_refused(state):
+    names = state["model"]
+    assert not any("_orig_mod" in k or k.startswith("module.") for k in names)
+    torch.save(state | {"model": {f"module._orig_mod.{k}": v for k, v in names.items()}}, "b.pt")
+    model, _ = checkpoint.load_model("b.pt")
+    assert all(torch.equal(v, names[k]) for k, v in model.state_dict().items())
+    torch.save(state | {"model": names | {"surprise": torch.zeros(1)}}, "c.pt")
+    with pytest.raises(UserError, match="c.pt: weights of other names.*surprise.*earlier version"):
+        checkpoint.load_model("c.pt")
+
+
+@pytest.mark.parametrize("part, value, words", [
+    ("config", {}, "block_size"), ("meta", {"tokenizer": "bytes"}, "vocab_size"),
+    ("meta", "x", "TypeError"), ("model_config", {"kv": "foo"}, "kv='foo'"),
+    ("model_config", {"n_future": 3}, "n_future"), ("model_config", [1], "TypeError")])
+def test_what_a_checkpoint_lacks_is_named(state, part, value, words):
+    torch.save(state | {part: value}, "b.pt")
+    with pytest.raises(UserError, match="b.pt: not a checkpoint of train.py.*" + words):
+        checkpoint.load_model("b.pt")
+
+
+def test_a_flipped_bit_is_noticed(state):
+    content = bytearray(Path("a/ckpt.pt").read_bytes())
+    content[len(content) // 2] ^= 4
+    Path("without_ending").write_bytes(content)
+    with pytest.raises(UserError, match="without_ending: not a checkpoint of train.py, or damaged"):
+        checkpoint.load_model("without_ending")
+
+
+def test_no_memory_is_no_damage(state, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes.")
+
+    monkeypatch.setattr(torch, "load", full)
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        checkpoint.load_checkpoint("a")
+
+
+def test_a_checkpoint_holds_tensors_and_plain_values_only(folder, monkeypatch):
+    in_process(folder, monkeypatch, max_iters=1)
+    state = load("out/ckpt.pt")
+    assert state["step"] == 1 and type(state["optimizers"][0]["param_groups"][0]["lr"]) is float
