@@ -1,7 +1,8 @@
-"""kernels.py against a plain float64 attention."""
+"""kernels/attention.py against a plain float64 attention."""
 
 import pytest
 import torch
+from exact import reference
 from interpreted import DEVICE, GPU
 
 from kernels import attention as kernels
@@ -17,25 +18,6 @@ SMALL = {key: {128: value} for key, value in {
 def small_blocks(monkeypatch):
     """Blocks so small that short rows have edges and interiors (and the interpreter is quick)."""
     monkeypatch.setattr(kernels, "CONFIGS", SMALL)
-
-
-def reference(q, k, v, start, stop, sink_k=None, sink_v=None):
-    """Softmax over a float64 score matrix; rows that read nothing give 0. Returns out, lse2."""
-    G = q.size(2) // k.size(2)
-    k, v = k.repeat_interleave(G, 2), v.repeat_interleave(G, 2)
-    s = torch.einsum("bthd,bshd->bths", q, k) / q.size(-1) ** 0.5
-    j = torch.arange(k.size(1), device=q.device)
-    mask = (start[..., None] <= j) & (j < stop[..., None])
-    s = s.masked_fill(~mask[:, :, None], -torch.inf)
-    if sink_k is not None:
-        sink_k, sink_v = sink_k.repeat_interleave(G, 0), sink_v.repeat_interleave(G, 0)
-        s = torch.cat((s, (q * sink_k).sum(-1, keepdim=True) / q.size(-1) ** 0.5), -1)
-    lse = s.logsumexp(-1)
-    p = (s - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-    out = torch.einsum("bths,bshd->bthd", p[..., : k.size(1)], v)
-    if sink_k is not None:
-        out = out + p[..., -1:] * sink_v
-    return out, lse * kernels.LOG2E
 
 
 def case(B, S, g, q0, H, Hkv, d, own=0, sink=True, docs=True, dtype=torch.float32, C=2, seed=0):

@@ -1,22 +1,19 @@
-"""decode_kernels.py against the plain functions of model.py, and steps against the whole."""
+"""kernels/decode.py and choose.py against plain functions, and steps against the whole."""
 
 import pytest
 import torch
+from exact import norm_rotate, reference
 from interpreted import DEVICE, GPU
 from small import random_tokens, small_model
-from test_kernels import reference
 
-import attention
-import baselines
 import decoding
-import model as plain
-import pool
-import train
 from attention import Rows
 from kernels import attention as kernels
 from kernels import choose as choose_kernels
 from kernels import decode as decode_kernels
-from model import norm_rotate, rms_norm, rotary_tables, swiglu
+from kernels import graphs, known, twin
+from kernels.compiled import swiglu
+from model import rms_norm, rotary_tables
 from solvers import autoregressive, one_pass
 
 TOL = 2e-3 if GPU else 1e-5  # a GPU's float32 products round their factors
@@ -140,11 +137,8 @@ def test_infinite_logits_become_nan():
 def test_steps_equal_the_whole(system, few, monkeypatch):
     """Rows of one batch on a cache that is longer than needed, documents that end on the way;
     by these kernels and, for many rows, by those of training with flash-decoding."""
-    for module in (attention, plain, pool, baselines, decode_kernels):
-        monkeypatch.setattr(module, "is_fast", lambda x: True)
     sizes = dict(n_embd=16, head_dim=16)
-    model = small_model(dtype=torch.float32, **sizes, **system).to(DEVICE)
-    train.set_compute_copies(model, torch.float32)
+    model = twin_of(small_model(dtype=torch.float32, **sizes, **system).to(DEVICE))
     B, S, n = 2, 40, 3
     ids = random_tokens(B, n, seed=3).to(DEVICE)
     ids[0, 1] = 0
@@ -159,8 +153,7 @@ def test_steps_equal_the_whole(system, few, monkeypatch):
     if not few:
         monkeypatch.setattr(decode_kernels, "MAX_ROWS", 0)
     zeros = ids.new_zeros(B)
-    steps = decoding.Decoding(model, model.embed_tokens(zeros), cache, zeros, zeros, forced,
-                              static=True)
+    steps = graphs.Decoding(model, model.embed_tokens(zeros), cache, zeros, zeros, forced)
     assert isinstance(steps.steps, decode_kernels.Steps) == few
     list(steps.tokens(n))
     assert steps.index.tolist() == [n - 1] * B and steps.n.tolist() == [n - 1]
@@ -174,14 +167,16 @@ def test_steps_equal_the_whole(system, few, monkeypatch):
 
 @pytest.mark.parametrize("limit", ["MAX_ROWS", "MAX_WIDTH"])
 def test_what_is_left_to_the_plain_steps(limit, monkeypatch):
-    monkeypatch.setattr(decode_kernels, "is_fast", lambda x: True)
-    model = small_model(dtype=torch.float32)
-    h = model.embed_tokens(torch.zeros(3, dtype=torch.long))
-    assert not decode_kernels.serve(model, h)  # its weights have no copies
-    train.set_compute_copies(model, torch.float32)
-    assert decode_kernels.serve(model, h)
+    model = twin_of(small_model(dtype=torch.float32))
+    assert decode_kernels.serve(model, 3)
     monkeypatch.setattr(decode_kernels, limit, 2)
-    assert not decode_kernels.serve(model, h)
+    assert not decode_kernels.serve(model, 3)
+    assert not decode_kernels.serve(twin_of(small_model(dtype=torch.float32, kv="lckv",
+                                                        lckv_w=1)), 1)
+
+
+def twin_of(model):
+    return twin.twin(model, torch.float32, False, known.unknown(model))
 
 
 def test_attention_on_8200_keys(monkeypatch):

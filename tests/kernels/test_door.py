@@ -1,0 +1,86 @@
+"""The door: what is switched on, and that a changed model never gets another one's results."""
+
+import pytest
+import torch
+from small import random_tokens, small_model
+
+import decoding
+import kernels
+from configurator import UserError
+from kernels import accelerate, known
+from model import Block, Decoder
+from pool import WhiteMatter
+from solvers import solve
+
+
+def test_the_kernels_know_the_code_that_they_stand_for():
+    """If it has changed along with them: python -m kernels.known prints the new fingerprints."""
+    assert known.changed() == set()
+    assert known.PARTS.keys() == known.FINGERPRINTS.keys()
+    assert known.unknown(small_model()) == known.unknown(small_model(kv="vanilla")) == set()
+    for kv in ("nofeedback", "feedback", "recurrent", "fusedkv"):
+        assert known.unknown(small_model(kv=kv)) == {"decoding"}
+
+
+def test_comments_and_layout_are_not_a_change_and_code_is():
+    code = 'def f(x):\n    """Twice."""\n    return 2 * x\n'
+    same = 'def f(x):  # twice\n\n    """More words."""\n    return (2 *\n            x)\n'
+    assert known.essence(code) == known.essence(same.replace("(2 *\n            x)", "2 * x"))
+    assert known.essence(code) != known.essence(code.replace("2 *", "3 *"))
+    assert known.essence(code) == known.essence("    " + code.replace("\n", "\n    "))
+
+
+class Gelu(Block):
+    """Another MLP."""
+
+    def mlp(self, a):
+        return self.down_proj(torch.nn.functional.gelu(self.gate_proj(a)) * self.up_proj(a))
+
+
+class Mean(WhiteMatter):
+    """Another pool."""
+
+    def pool(self, h, rows):
+        k, v = super().pool(h, rows)
+        return k, v - v.mean(0)
+
+
+def test_a_changed_model_is_noticed():
+    model = small_model()
+    model.blocks[1].__class__ = Gelu
+    assert known.unknown(model) == {"block"}
+    model = small_model()
+    model.__class__ = Mean
+    assert known.unknown(model) == {"pool", "decoding"}
+    model = small_model()
+    model.kv_pool.key.router = torch.nn.Sequential(model.kv_pool.key.router, torch.nn.Tanh())
+    assert known.unknown(model) == {"pool"}
+    model = small_model(kv="vanilla")
+    model.loss = lambda h, targets: Decoder.loss(model, h, targets) * 2
+    assert known.unknown(model) == {"loss"}
+
+
+def test_on_a_cpu_it_is_the_plain_model():
+    model = small_model(dtype=torch.float32)
+    fast = accelerate(model, torch.float32)
+    assert fast.model is model and fast.decoding is decoding.Decoding
+    assert str(fast) == "float32, plain PyTorch, not compiled"
+    step = len
+    assert fast.graphed(step) is step
+    fast.after_backward()
+    fast.after_step()
+    assert accelerate(model, torch.bfloat16).model.norm.weight.dtype == torch.bfloat16
+
+
+def test_training_in_bfloat16_is_autocast():
+    model, idx = small_model(dtype=torch.float32), random_tokens(2, 5)
+    fast = accelerate(model, torch.bfloat16, training=True)
+    with fast.autocast():
+        assert fast.model.logits(solve(fast.model, idx).final).dtype == torch.bfloat16
+    assert model.norm.weight.dtype == torch.float32
+
+
+def test_compiling_needs_a_compiler(monkeypatch):
+    monkeypatch.setattr(kernels, "compiler", lambda: False)
+    with pytest.raises(UserError, match="no C compiler.*--compile=false"):
+        accelerate(small_model(), torch.float64, compile=True)

@@ -1,0 +1,149 @@
+"""The fast twin of a model against the model itself, which it leaves as it is."""
+
+import pytest
+import torch
+from interpreted import DEVICE, GPU
+from small import with_documents
+
+from baselines import build
+from kernels import accelerate, known, linear, norms, twin
+from kernels import pool as pool_kernels
+from model import ModelConfig
+from running.optimizers import flat_gradient
+from solvers import cyclic, jacobi, solve
+
+HALF = torch.bfloat16
+
+
+@pytest.fixture
+def large_blocks(monkeypatch):
+    """The interpreter's time goes by programs."""
+    monkeypatch.setattr(norms, "PROGRAMS", 2)
+    monkeypatch.setattr(norms, "STORE_PROGRAMS", 2)
+    monkeypatch.setattr(norms, "CONFIGS", {name: (32, 4) for name in norms.CONFIGS})
+    monkeypatch.setattr(pool_kernels, "CONFIGS", {
+        name: (8, 8192, 4, 1, None) for name in pool_kernels.CONFIGS})
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def close(mine, theirs, tol=1e-4):
+    assert mine.shape == theirs.shape
+    assert (mine.double() - theirs.double()).norm() <= tol * theirs.double().norm()
+
+
+def model_and_batch(kv="whitematter", k=3, n_layer=3, n_groups=2, **options):
+    torch.manual_seed(3)
+    sizes = dict(vocab_size=24, eos_id=0, n_layer=n_layer, n_embd=16, n_head=4, n_kv_head=2,
+                 head_dim=16, n_hidden=32, kv=kv, n_channels=k, n_groups=n_groups, **options)
+    model = build(ModelConfig(**sizes)).to(DEVICE)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            small = 0.2 if p.dim() == 1 or "norm" in name or "bias" in name else 0.1
+            p.add_(small * randn(*p.shape, seed=len(name)))
+    idx = with_documents(torch.randint(1, 24, (1, 6)), (2,)).to(DEVICE)
+    return model, idx, torch.randint(1, 24, (1, 6)).to(DEVICE)
+
+
+def run(model, other, batch, solver=lambda m, x: solve(m, x).final, times=1):
+    """Loss of a twin, or of the model itself, and the gradient of all parameters."""
+    idx, targets = batch
+    flat = flat_gradient(model)
+    for _ in range(times):  # the second time adds
+        loss = other.loss(solver(other, idx), targets)
+        loss.backward()
+        if other is not model:
+            twin.collect(other)
+    return loss.detach(), flat
+
+
+def twin_of(model, unknown=None):
+    return twin.twin(model, torch.float32, True, known.unknown(model) | (unknown or set()))
+
+
+SOLVERS = {"cyclic": lambda m, x: cyclic(m, x, 2, 1, 2, keep_cache=False).final,
+           "cyclic, all passes with gradients": lambda m, x: cyclic(m, x, 3, 0, 2).final,
+           "jacobi": lambda m, x: jacobi(m, x, 1, 2).final}
+in_float32 = pytest.mark.skipif(GPU, reason="on a GPU in bfloat16: test_twins_in_bfloat16")
+
+
+@in_float32
+@pytest.mark.parametrize("k, solver, few_rows", [
+    (2, "cyclic", 2048), (1, "cyclic, all passes with gradients", 1), (2, "jacobi", 5)])
+def test_a_twin_solves_as_the_model_does(k, solver, few_rows, monkeypatch, large_blocks):
+    """Also where products of few rows wait for the next ones, or for the end."""
+    monkeypatch.setattr(linear, "FEW_ROWS", few_rows)
+    model, *batch = model_and_batch(k=k, n_layer=2)
+    expected = run(model, model, batch, SOLVERS[solver], times=2)
+    for mine, theirs in zip(run(model, twin_of(model), batch, SOLVERS[solver], 2), expected):
+        close(mine, theirs)
+
+
+OTHERS = {"vanilla": dict(kv="vanilla"), "nofeedback": dict(kv="nofeedback"),
+          "lckv": dict(kv="lckv", lckv_w=1, n_groups=1, n_nograd=1),
+          "feedback": dict(kv="feedback"), "recurrent": dict(kv="recurrent"),
+          "fusedkv": dict(kv="fusedkv"), "fusedkv_lite": dict(kv="fusedkv_lite"),
+          # one pass is enough for these: what differs is the pool
+          **{name: dict(n_nograd=0, n_grad=1, **option) for name, option in (
+              ("static", dict(router="static")), ("top output", dict(top_output=True)),
+              ("no dummy", dict(dummy=False)))}}
+
+
+@in_float32
+@pytest.mark.parametrize("name", OTHERS)
+def test_twins_of_other_systems(name, large_blocks):
+    model, *batch = model_and_batch(**OTHERS[name])
+    expected = run(model, model, batch)
+    for mine, theirs in zip(run(model, twin_of(model), batch), expected):
+        close(mine, theirs)
+
+
+@in_float32
+@pytest.mark.parametrize("unknown", [{"block"}, {"pool"}, {"block", "pool"}], ids=str)
+def test_what_the_kernels_do_not_know_runs_as_it_is_written(unknown, large_blocks):
+    model, *batch = model_and_batch()
+    expected = run(model, model, batch)
+    for mine, theirs in zip(run(model, twin_of(model, unknown), batch), expected):
+        close(mine, theirs)
+
+
+@in_float32
+def test_copies_are_renewed_after_a_step(large_blocks):
+    model, idx, _ = model_and_batch(n_layer=2, k=2)
+    other = twin_of(model)
+    before = solve(other, idx).final
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    other.renew()
+    close(solve(other, idx).final, solve(model, idx).final)
+    assert not torch.isclose(before, solve(model, idx).final).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("name", ["whitematter", *OTHERS])
+def test_twins_in_bfloat16(name):
+    """In bfloat16 the kernels are as close to float64 as the plain path is. How close that is
+    depends on the system: iterated, rounding may be amplified."""
+    model, *batch = model_and_batch(**OTHERS.get(name, dict(kv="whitematter")))
+    results = []
+    for kernels in (True, False):
+        fast = accelerate(model, HALF, kernels=kernels, training=True, graph=False)
+        assert (fast.twin is not None) == kernels
+        with fast.autocast():
+            loss, flat = run(model, fast.model, batch) if kernels else plain(model, fast, batch)
+        results.append((loss, flat.clone()))
+    exact = run(model.double(), model, batch)
+    for mine, theirs, true in zip(*results, exact):
+        error, usual = ((x.double() - true).norm() / true.norm() for x in (mine, theirs))
+        assert error < 2 * usual + 0.005, (error, usual)
+
+
+def plain(model, fast, batch):
+    flat = flat_gradient(model)
+    loss = fast.model.loss(solve(fast.model, batch[0]).final, batch[1])
+    loss.backward()
+    return loss.detach(), flat
