@@ -44,7 +44,7 @@ def test_the_papers_other_figures_are_explained():
         assert f"{(flops_per_token(c, 2048, 'training') + 1.25 * pool) / 1e9:.3f}" == training
 
 
-def test_case_33_ratios_to_vanilla():
+def test_ratios_to_vanilla():
     vanilla = flops_per_token(ModelConfig(kv="vanilla"), 2048, "training")
     for k, ratio in ((16, 2.50), (8, 2.32)):
         wm = flops_per_token(ModelConfig(n_channels=k), 2048, "training")
@@ -54,7 +54,7 @@ def test_case_33_ratios_to_vanilla():
 @pytest.mark.parametrize("n_nograd", (0, 1, 2))
 @pytest.mark.parametrize("n_grad", (1, 2))
 @pytest.mark.parametrize("n_groups", (1, 4))
-def test_case_33_formula_equals_count_in_training(n_nograd, n_grad, n_groups):
+def test_formula_equals_count_in_training(n_nograd, n_grad, n_groups):
     c = ModelConfig(**TINY, n_nograd=n_nograd, n_grad=n_grad, n_groups=n_groups)
     counted = count_flops(c, 30, "training", device="cpu")
     assert counted == pytest.approx(flops_per_token(c, 30, "training"), rel=1e-9)
@@ -120,7 +120,7 @@ def checkpoint(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_case_64_prefill_command(checkpoint, capsys, monkeypatch):
+def test_prefill_command(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", None)  # must not be called
     bench.main(["prefill", "--out_dir=out", "--rows=3", "--batch_size=2", "--trials=2",
                 "--warmups=1", "--device=cpu", "--json=result.json"])
@@ -276,7 +276,7 @@ SIZES = ["--vocab_size=64", "--n_layer=2", "--n_embd=16", "--n_head=2", "--n_kv_
          "--device=cpu"]
 
 
-def test_case_64_train_command(tmp_path, capsys, monkeypatch):
+def test_train_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", None)  # must not be called
     bench.main(["train", *SIZES, "--batch_size=2", "--block_size=16", "--document=5",
                 f"--json={tmp_path}/r.json"])
@@ -320,7 +320,7 @@ def test_kinds_of_kernels(name, kind):
     assert bench.kind_of(name) == kind
 
 
-def test_case_33_peak_by_name(monkeypatch):
+def test_peak_by_name(monkeypatch):
     for name, peak in (("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12),
                        ("NVIDIA H200", 989.4e12), ("NVIDIA A100-SXM4-80GB", 312e12),
                        ("NVIDIA RTX A6000", 154.8e12), ("NVIDIA GeForce RTX 4090", 165.2e12),
@@ -337,7 +337,7 @@ def test_random_rows_have_documents():
     assert 100 < (x == 49).sum() < 300 and x.min() == 0 and x.max() == 49
 
 
-def test_case_64_decode_command(tmp_path, monkeypatch):
+def test_decode_command(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", None)
     bench.main(["decode", *SIZES, "--batch_sizes=1,3", "--context=10", "--steps=4",
                 f"--json={tmp_path}/r.json"])

@@ -100,7 +100,7 @@ SCHEDULES = (
 
 @torch.no_grad()
 @pytest.mark.parametrize("schedule, solver", SCHEDULES, ids=lambda s: getattr(s, "solver", ""))
-def test_case_62_perplexity_by_hand_and_for_any_batch_size(tmp_path, schedule, solver):
+def test_perplexity_by_hand_and_for_any_batch_size(tmp_path, schedule, solver):
     model = small_model(**BYTES)
     ids = write_tokens(tmp_path / "test.bin", 60)
     windows = Windows(tmp_path / "test.bin", META, 8, 320)  # 7 of 8 and one of 3
@@ -346,7 +346,7 @@ def alone(s, ids, first):
 
 
 @torch.no_grad()
-def test_case_59_an_empty_context_is_one_eos():
+def test_an_empty_context_is_one_eos():
     s = scorer()
     for text in (" hello", "h", "<|endoftext|>", "  "):
         ids, first = s.encode("", text)
@@ -371,7 +371,7 @@ def toy_bpe():
 
 
 @torch.no_grad()
-def test_case_61_where_the_text_is_cut():
+def test_where_the_text_is_cut():
     s = scorer(tokenizer=toy_bpe())
     a, b = s.loglikelihood([("The sky is ", "blue"), ("The sky is", " blue")])
     assert a == b and s.encode("The sky is ", "blue") == s.encode("The sky is", " blue")
@@ -397,7 +397,7 @@ REQUESTS = [("The sky", " is blue"), ("a", "b"), ("", "x"), ("Twenty-five letter
 @torch.no_grad()
 @pytest.mark.parametrize("schedule", (Schedule("training"), Schedule("cyclic", 1, 4, tol=1e-10)),
                          ids=lambda s: s.solver)
-def test_case_62_scores_do_not_depend_on_the_batch(schedule):
+def test_scores_do_not_depend_on_the_batch(schedule):
     expected = None
     for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
         if dtype == torch.float32 and schedule.tol:
@@ -414,7 +414,7 @@ def test_case_62_scores_do_not_depend_on_the_batch(schedule):
 
 
 @torch.no_grad()
-def test_case_62_documents_within_a_request():
+def test_documents_within_a_request():
     s = scorer(batch_size=3)
     rows = with_documents(random_tokens(4, 12, vocab_size=250), [3], [0, 7], [11], [5, 6])
     rows = [[EOS if i == 0 else i for i in row] for row in rows.tolist()]
@@ -556,7 +556,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("command", ("perplexity", "downstream"))
-def test_case_57_checkpoints_that_run_code(folder, harness, capsys, command):
+def test_checkpoints_that_run_code(folder, harness, capsys, command):
     torch.save({"model": {}, "trap": Trap()}, folder / "out" / "ckpt.pt")
     with pytest.raises(UserError, match="something other than tensors and plain values"):
         evaluate.main([command, "--device=cpu"])

@@ -32,7 +32,7 @@ def each_pass(solver, model, idx, n, **options):
 
 @torch.no_grad()
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_case_48_jacobi_is_exact_for_t_tokens_after_t_passes(k):
+def test_jacobi_is_exact_for_t_tokens_after_t_passes(k):
     model, idx = small_model(n_channels=k), random_tokens(2, T)
     exact = autoregressive(model, idx).states
     for t, h in enumerate(each_pass(jacobi, model, idx, T), start=1):
@@ -43,7 +43,7 @@ def test_case_48_jacobi_is_exact_for_t_tokens_after_t_passes(k):
 
 @torch.no_grad()
 @pytest.mark.parametrize("length", [1, 7, T])
-def test_case_48_cyclic_with_as_many_groups_as_tokens_is_autoregressive_in_one_pass(length):
+def test_cyclic_with_as_many_groups_as_tokens_is_autoregressive_in_one_pass(length):
     model, idx = small_model(n_channels=2), with_documents(random_tokens(2, length), [0], [])
     exact = autoregressive(model, idx)
     one = cyclic(model, idx, n_groups=length, n_nograd=0, n_grad=1)
@@ -62,7 +62,7 @@ def test_cyclic_with_as_many_groups_as_tokens_has_the_autoregressive_gradients()
 
 
 @torch.no_grad()
-def test_case_48_cyclic_with_one_group_is_jacobi_pass_by_pass():
+def test_cyclic_with_one_group_is_jacobi_pass_by_pass():
     model, idx = small_model(), with_documents(random_tokens(2, T), [3, 4], [8])
     for a, b in zip(each_pass(cyclic, model, idx, 5, n_groups=1),
                     each_pass(jacobi, model, idx, 5)):
@@ -71,7 +71,7 @@ def test_case_48_cyclic_with_one_group_is_jacobi_pass_by_pass():
 
 @torch.no_grad()
 @pytest.mark.parametrize("length, g", [(1, 1), (1, 4), (5, 8), (T, 5), (T, T + 1), (T, 2)])
-def test_case_48_any_length_and_number_of_groups_converge_to_the_same_states(length, g):
+def test_any_length_and_number_of_groups_converge_to_the_same_states(length, g):
     model, idx = small_model(n_channels=2), random_tokens(2, length)
     solution = cyclic(model, idx, g, n_nograd=length, n_grad=1)
     exact = autoregressive(model, idx)
@@ -104,7 +104,7 @@ every_schedule = pytest.mark.parametrize(
 @torch.no_grad()
 @every_schedule
 @pytest.mark.parametrize("documents", [False, True])
-def test_case_39_no_output_depends_on_a_later_token(solver, options, documents):
+def test_no_output_depends_on_a_later_token(solver, options, documents):
     model, idx = small_model(n_channels=2), random_tokens(2, T)
     idx = with_documents(idx, [2, 7], [0]) if documents else idx
     a = SOLVERS[solver](model, idx, **options).states
@@ -117,7 +117,7 @@ def test_case_39_no_output_depends_on_a_later_token(solver, options, documents):
 
 
 @torch.no_grad()
-def test_case_39_a_token_does_not_read_its_own_channels():
+def test_a_token_does_not_read_its_own_channels():
     """With the cache entry of token i changed, query i computes the same and query i + 1 not."""
     model, idx = small_model(), random_tokens(1, T)
     rows, x = model.rows(idx), model.embed_tokens(idx)
@@ -193,7 +193,7 @@ def test_documents_and_positions():
 
 @pytest.mark.parametrize("solver, options", [
     ("autoregressive", {}), ("jacobi", {}), ("cyclic", dict(n_groups=4))])
-def test_case_40_the_first_token_reads_exactly_the_dummys_value(monkeypatch, solver, options):
+def test_the_first_token_reads_exactly_the_dummys_value(monkeypatch, solver, options):
     """No row of the mask is empty, also where EOS is everywhere; all gradients are finite."""
     model, idx = small_model(n_channels=2), random_tokens(2, T)
     idx = with_documents(idx, [0, 1, 2, 9], range(T))  # the second row: documents of one token
@@ -238,7 +238,7 @@ both_iterations = pytest.mark.parametrize(
 
 @both_iterations
 @with_and_without_grad
-def test_case_48_a_tolerance_stops_the_passes_and_is_reported(solver, options, grad):
+def test_a_tolerance_stops_the_passes_and_is_reported(solver, options, grad):
     model, idx = small_model(), random_tokens(2, T)
     with torch.set_grad_enabled(grad):
         loose, tight = (until(solver, model, idx, tol, **options) for tol in (1e-2, 1e-6))
@@ -253,7 +253,7 @@ def test_case_48_a_tolerance_stops_the_passes_and_is_reported(solver, options, g
 
 @both_iterations
 @with_and_without_grad
-def test_case_48_hitting_the_limit_of_passes_is_flagged(solver, options, grad):
+def test_hitting_the_limit_of_passes_is_flagged(solver, options, grad):
     model, idx = small_model(), random_tokens(2, T)
     with torch.set_grad_enabled(grad):
         report = until(solver, model, idx, 1e-6, max_passes=1, **options).report
@@ -306,7 +306,7 @@ def loss_of(model, idx, *options):
 
 
 @pytest.mark.parametrize("branch", ["key", "value"])
-def test_case_47_gradient_of_a_router_bias_by_finite_differences(branch):
+def test_gradient_of_a_router_bias_by_finite_differences(branch):
     """With gradients in all passes nothing is truncated: the derivative is the true one."""
     model, idx = small_model(), random_tokens(2, 6)
     bias = getattr(model.kv_pool, branch).bias
@@ -324,7 +324,7 @@ def test_case_47_gradient_of_a_router_bias_by_finite_differences(branch):
 
 @pytest.mark.parametrize("truncation", [(0, 1), (1, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("router", ["dynamic", "static"])
-def test_case_47_every_parameter_learns_whatever_is_truncated(truncation, router):
+def test_every_parameter_learns_whatever_is_truncated(truncation, router):
     model, idx = small_model(router=router), random_tokens(2, 6)
     loss_of(model, idx, 4, *truncation).backward()
     for name, p in model.named_parameters():
@@ -354,7 +354,7 @@ def saved_bytes(run):
 
 
 @pytest.mark.parametrize("solver", [jacobi, cyclic])
-def test_case_47_memory_does_not_grow_with_passes_without_gradients(solver):
+def test_memory_does_not_grow_with_passes_without_gradients(solver):
     model, idx = small_model(), random_tokens(2, 9)
     used = [saved_bytes(lambda n=n: solver(model, idx, n_nograd=n, n_grad=2)) for n in (1, 2, 6)]
     assert used[0] == used[1] == used[2] > 0
@@ -374,7 +374,7 @@ def test_no_grad_gives_the_same_states_as_gradients(solver, options):
 
 
 @pytest.mark.parametrize("kv", ["whitematter", "vanilla"])
-def test_case_47_compiled_gradients_equal_eager_ones(kv):
+def test_compiled_gradients_equal_eager_ones(kv):
     """The same compiled functions serve the passes with and without gradients."""
     model = small_model(kv=kv, n_layer=2, n_channels=2, n_groups=2, n_grad=1)
     idx = random_tokens(2, 6)

@@ -22,7 +22,7 @@ from solvers import cyclic, one_pass, solve
     (dict(kv="whitematter", n_layer=16, n_channels=8), 50_638_336)],
     ids=["vanilla", "k=16", "k=8"])
 @pytest.mark.parametrize("vocab_size", [50304, 151936])
-def test_case_44_the_papers_parameter_counts(sizes, count, vocab_size):
+def test_the_papers_parameter_counts(sizes, count, vocab_size):
     """Exact, without the embedding, whatever the vocabulary."""
     with torch.device("meta"):
         model = build(ModelConfig(vocab_size=vocab_size, **sizes))
@@ -92,7 +92,7 @@ def test_sources_that_the_router_starts_with(k, L, sources):
     (dict(kv="white"), ("kv='white'", "whitematter", "vanilla")),
     (dict(router="fixed"), ("router='fixed'", "dynamic", "static"))],
     ids=lambda x: "-".join(map(str, x)))
-def test_case_18_impossible_sizes_are_refused_with_the_numbers(change, named):
+def test_impossible_sizes_are_refused_with_the_numbers(change, named):
     with pytest.raises(ValueError) as error:
         ModelConfig(**change)
     for part in named:
@@ -105,7 +105,7 @@ def test_case_18_impossible_sizes_are_refused_with_the_numbers(change, named):
     dict(n_nograd=0, n_grad=1), dict(n_layer=1, n_channels=1), dict(n_kv_head=4),
     dict(n_kv_head=1), dict(kv="vanilla", n_channels=0), dict(eos_id=None),
     dict(n_head=6, n_kv_head=3, head_dim=96)], ids=str)
-def test_case_18_unusual_sizes_work(change):
+def test_unusual_sizes_work(change):
     model = build(ModelConfig(**{**SMALL, **change}))
     idx = random_tokens(2, 5)
     loss = model.loss(solve(model, idx).final, idx)
@@ -128,7 +128,7 @@ def test_rms_norm_and_its_eps():
 
 
 @pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 0.004), (torch.float32, 2e-4)])
-def test_case_42_rotary_tables_are_computed_in_float32(dtype, tol):
+def test_rotary_tables_are_computed_in_float32(dtype, tol):
     """Head size 96, 2048 positions; casting the model changes no angle."""
     model = small_model(head_dim=96).to(dtype)
     rows = model.rows(torch.ones(1, 2048, dtype=torch.long))
@@ -155,7 +155,7 @@ def test_rotary_positions_are_relative():
     assert torch.equal(rotate(q, *rotary_tables(torch.tensor([[0]]), 8)), q)
 
 
-def test_case_42_the_same_position_in_decoding_and_in_a_whole_row():
+def test_the_same_position_in_decoding_and_in_a_whole_row():
     model = small_model()
     whole = model.rows(random_tokens(1, 12))
     nine = torch.tensor([[9]])
@@ -183,7 +183,7 @@ def reference_attention(q, k, v, start, stop, sink):
 
 @pytest.mark.parametrize("T", [1, 5, 100, 127, 128, 130])
 @pytest.mark.parametrize("kv", ["whitematter", "vanilla"])
-def test_case_45_attention_at_awkward_lengths(T, kv):
+def test_attention_at_awkward_lengths(T, kv):
     """Head size 96, documents, with and without the dummy: forward and backward to 1e-4."""
     model = small_model(kv=kv, head_dim=96)
     idx = with_documents(random_tokens(2, T), [0, T // 2], [T // 3])
@@ -220,7 +220,7 @@ def test_attention_of_a_strided_group_reads_every_column():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kv", ["whitematter", "vanilla"])
-def test_case_45_one_model_serves_any_length_in_any_order(kv):
+def test_one_model_serves_any_length_in_any_order(kv):
     model = small_model(kv=kv, dtype=torch.float32)
     for T in (128, 64, 130):
         idx = with_documents(random_tokens(2, T), [5, 40], [])
@@ -231,7 +231,7 @@ def test_case_45_one_model_serves_any_length_in_any_order(kv):
 # -- head and loss --------------------------------------------------------------------------
 
 
-def test_case_44_the_head_is_the_embedding():
+def test_the_head_is_the_embedding():
     """One tensor, before and after a save, a load and an optimizer step."""
     model, idx = small_model(), random_tokens(2, 6)
     state = {n: t.clone() for n, t in model.state_dict().items()}

@@ -354,7 +354,7 @@ def test_case_09_qwen_in_files_and_model(tmp_path):
     assert meta["eos_id"] == 151_643 and (ids == 151_643).sum() == 3 and ids[-1] == 151_643
     sizes = dict(n_layer=1, n_embd=8, n_head=1, n_kv_head=1, head_dim=8, n_hidden=8, n_channels=1)
     model = build(ModelConfig(vocab_size=meta["vocab_size"], eos_id=meta["eos_id"], **sizes))
-    assert model.embed.shape[0] == 151_936
+    assert model.embed.weight.shape[0] == 151_936
     starts = model.document_starts(torch.tensor(ids.astype(np.int64))[None])
     assert len(starts.unique()) == 3
 

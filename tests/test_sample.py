@@ -71,10 +71,10 @@ def scripted(*rows):
     return model
 
 
-# ---- case 49: temperature
+# ---- temperature
 
 
-def test_case_49_greedy(checkpoint, capsys):
+def test_greedy(checkpoint, capsys):
     def text(*argv):
         return run_main(capsys, f"out_dir={checkpoint}", "max_new_tokens=20", *argv).out
 
@@ -89,7 +89,7 @@ def test_case_49_greedy(checkpoint, capsys):
                                  "top_p=1.5", "num_samples=0", "max_new_tokens=-1", "passes=0",
                                  "solver=newton", "start=FILE:/no/such/file", "n_groups=0",
                                  "seed=-1", "seed=9223372036854775808", "device=meta"])
-def test_case_49_bad_values(checkpoint, bad):
+def test_bad_values(checkpoint, bad):
     with pytest.raises(UserError, match=bad.split("=")[0]):
         sample.main([f"--out_dir={checkpoint}", f"--{bad}"])
 
@@ -139,12 +139,12 @@ def test_a_sample_in_a_batch_equals_a_run_alone(checkpoint):
     assert together[0] != together[1]
 
 
-# ---- case 51: longer than the context is allowed, with a note
+# ---- longer than the context is allowed, with a note
 
 
 @pytest.mark.parametrize("prompt, new", [(1, 1), (31, 1), (32, 1), (33, 1), (100, 1), (10, 21),
                                          (10, 22), (10, 23), (10, 40)])
-def test_case_51_beyond_the_context(checkpoint, capsys, prompt, new):
+def test_beyond_the_context(checkpoint, capsys, prompt, new):
     read = run_main(capsys, f"out_dir={checkpoint}", "ignore_eos=true", f"start={'a' * prompt}",
                     f"max_new_tokens={new}")
     assert read.out.startswith("a" * prompt)
@@ -153,14 +153,14 @@ def test_case_51_beyond_the_context(checkpoint, capsys, prompt, new):
     assert len(collect(model, [[97] * prompt], new)[0]) == new
 
 
-def test_case_51_no_new_tokens(checkpoint, capsys):
+def test_no_new_tokens(checkpoint, capsys):
     assert run_main(capsys, f"out_dir={checkpoint}", "start=abc", "max_new_tokens=0").out == "abc\n"
 
 
-# ---- case 53: stopping
+# ---- stopping
 
 
-def test_case_53_stops_at_eos():
+def test_stops_at_eos():
     a, b, eos, c = 97, 98, 256, 99
     assert collect(scripted([a, b, eos, c]), [[1]], 4, stop_id=eos) == [[a, b]]
     assert collect(scripted([a, b, eos, c]), [[1]], 4) == [[a, b, eos, c]]
@@ -178,7 +178,7 @@ def printed(stop, *rows):
     return out.getvalue()
 
 
-def test_case_53_stop_string():
+def test_stop_string():
     """Ends before it, though every character is a token of its own; a beginning is no match."""
     assert printed("XY", "abXYcd") == "ab\n"
     assert printed("XY", "aXXYb") == "aX\n"
@@ -188,7 +188,7 @@ def test_case_53_stop_string():
     assert two == "--- sample 1 of 2 ---\na\n--- sample 2 of 2 ---\ncXd\n"
 
 
-def test_case_53_stop_string_ends_the_run(checkpoint, capsys):
+def test_stop_string_ends_the_run(checkpoint, capsys):
     argv = f"out_dir={checkpoint}", "max_new_tokens=200", "ignore_eos=true", "start=x"
     whole = run_main(capsys, *argv, "dtype=float32").out
     stop = whole[20]
@@ -197,7 +197,7 @@ def test_case_53_stop_string_ends_the_run(checkpoint, capsys):
     assert "of 200 tokens" not in read.err
 
 
-# ---- case 54: cached decoding is the whole computation
+# ---- cached decoding is the whole computation
 
 SYSTEMS = [dict(kv="vanilla"), dict(n_channels=1), dict(n_channels=2), dict(n_channels=3)]
 
@@ -213,7 +213,7 @@ class Static(decoding.Decoding):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
 @torch.no_grad()
-def test_case_54_decoding_equals_full_computation(system, static):
+def test_decoding_equals_full_computation(system, static):
     """Also in the form that a CUDA graph takes: a cache of fixed size, columns on the device."""
     model = small_model(**system)
     model.config.eos_id = None
@@ -261,7 +261,7 @@ def test_static_steps_with_documents(system):
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
-def test_case_54_batch_equals_each_alone(system):
+def test_batch_equals_each_alone(system):
     """(e) Prompts of different lengths, a document's end inside and at the end of one."""
     model = small_model(**system)
     prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (1, 4, 11)]
@@ -291,7 +291,7 @@ def test_documents_go_on_while_decoding():
     assert (full - torch.cat(seen)).abs().max() < 1e-10
 
 
-def test_case_54_default_prefill_is_close():
+def test_default_prefill_is_close():
     """(c) Three cyclic passes are no exact prefill: at the paper's initialisation nearly one.
 
     With the random weights of small.py (k = 1, 2, 3; four seeds each) the largest difference of
@@ -308,10 +308,10 @@ def test_case_54_default_prefill_is_close():
     assert (three - exact).abs().max() < 1e-3 * exact.abs().max()
 
 
-# ---- case 55: one pass of the stack per token
+# ---- one pass of the stack per token
 
 
-def test_case_55_one_stack_pass_per_token():
+def test_one_stack_pass_per_token():
     model = small_model()
     calls, states = [], model.states
 
@@ -328,7 +328,7 @@ def test_case_55_one_stack_pass_per_token():
     assert stats.decode_tokens == 49 and stats.report.passes == 3
 
 
-def test_case_55_time_is_linear():
+def test_time_is_linear():
     """Four times the tokens take less than six times as long; and the speed is known."""
     model = build(ModelConfig(**TINY))
 
@@ -342,10 +342,10 @@ def test_case_55_time_is_linear():
     assert many < 6 * few
 
 
-# ---- case 58: ids and bytes that cannot be printed
+# ---- ids and bytes that cannot be printed
 
 
-def test_case_58_padded_vocabulary(tmp_path, capsys):
+def test_padded_vocabulary(tmp_path, capsys):
     """(a) Id 300 would be the likeliest, but the tokenizer has 257 ids."""
     torch.manual_seed(0)
     model = build(ModelConfig(**TINY))
@@ -359,7 +359,7 @@ def test_case_58_padded_vocabulary(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("cut, ending", [(0, "né🙂"), (2, "né\ufffd")])
-def test_case_58_characters_that_span_tokens(cut, ending):
+def test_characters_that_span_tokens(cut, ending):
     data = "né🙂".encode()
     out = io.StringIO()
     printer = sample.Printer(get_tokenizer("bytes"), [""], out=out)
@@ -379,7 +379,7 @@ def test_samples_are_printed_one_after_the_other():
     assert out.getvalue() == "--- sample 1 of 2 ---\n>ab\n--- sample 2 of 2 ---\n>cde\n"
 
 
-def test_case_58_damaged_weights(tmp_path):
+def test_damaged_weights(tmp_path):
     """(c)"""
     model = build(ModelConfig(**TINY))
     with torch.no_grad():
@@ -410,7 +410,7 @@ def test_typed_bytes_that_are_no_text(checkpoint, monkeypatch, capsys):
     assert capsys.readouterr().out.count("> ") == 3  # two prompts, and then the end
 
 
-def test_case_58_ascii_terminal(checkpoint, monkeypatch):
+def test_ascii_terminal(checkpoint, monkeypatch):
     """(d)"""
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
@@ -466,18 +466,18 @@ class Pickled:
         return os.system, (f"touch {self.path}",)
 
 
-def test_case_57_a_checkpoint_that_runs_code_is_refused(tmp_path):
+def test_a_checkpoint_that_runs_code_is_refused(tmp_path):
     torch.save({"model": Pickled(tmp_path / "created"), "model_config": {}, "meta": {}},
                tmp_path / "ckpt.pt")
     refused_by_the_command(tmp_path, f"--out_dir={tmp_path}", names="ckpt.pt")
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt.pt"]
 
 
-def test_case_57_our_own_checkpoint_holds_plain_values(checkpoint):
+def test_our_own_checkpoint_holds_plain_values(checkpoint):
     assert torch.load(checkpoint, weights_only=True)["model_config"]["n_embd"] == 32
 
 
-def test_case_49_a_negative_temperature_ends_the_process(tmp_path):
+def test_a_negative_temperature_ends_the_process(tmp_path):
     refused_by_the_command(tmp_path, "--temperature=-1", names="temperature=-1")
 
 
