@@ -23,7 +23,7 @@ from pathlib import Path
 # Scripts import this file before torch, which reads it: on a busy machine threads that spin while
 # they wait for one that is not scheduled make a step up to 90 times as long
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-    os.environ["GOMP_SPINCOUNT"] = "1000"
+    os.environ["GOMP_SPINCOUNT"] = "10000"
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "annot allocate memory",

@@ -211,7 +211,8 @@ def load_windows(c: PerplexityConfig, model: Decoder, checkpoint: dict) -> tuple
                             "mean nothing")
     path = folder / f"{c.split}.bin"
     block_size = c.block_size or checkpoint["config"]["block_size"]
-    return path, Windows(path, meta, block_size, model.config.vocab_size, c.limit_rows)
+    # the tokenizer's own vocabulary: the model's is padded
+    return path, Windows(path, meta, block_size, meta["vocab_size"], c.limit_rows)
 
 
 def perplexity_command(argv: list[str]):

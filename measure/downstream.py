@@ -24,6 +24,7 @@ from model import Decoder, upcast
 from text.tokenizer import Tokenizer, get_tokenizer
 from train import pick_device, pick_dtype
 
+PAPER_CONTEXT = 1024  # tokens, of its downstream tasks
 CHUNK = 1024  # tokens whose logits are held at a time
 
 
@@ -145,7 +146,8 @@ class DownstreamConfig:
                      "arc_challenge,openbookqa", "names that the harness knows, comma separated")
     task_dir: str | None = key(None, "a folder with tasks of your own (.yaml)")
     limit: int | None = key(None, "so many examples of each task only")
-    context: int = key(1024, "tokens that the model reads at most; of a longer text, the end")
+    context: int | None = key(None, "tokens that the model reads at most; of a longer text, the "
+                              "end; None: as in training, up to the paper's 1,024")
     batch_size: int = key(32, "rows at a time")
     solver: str | None = key(None, "cyclic, jacobi or autoregressive; None: as in training")
     passes: int | None = key(None, "of cyclic and jacobi; None: as in training (paper: 3)")
@@ -263,7 +265,7 @@ def downstream_command(argv: list[str]):
     c = parse(DownstreamConfig(), argv, "python evaluate.py downstream: tasks of the "
               "lm-evaluation-harness, zero-shot")
     check(c, "limit", "batch_size", "passes", "n_groups")
-    if c.context < 2:
+    if c.context is not None and c.context < 2:
         raise UserError(f"context={c.context}: at least 2 is needed")
     tasks = [t.strip() for t in c.tasks.split(",") if t.strip()]
     if not tasks:
@@ -277,7 +279,12 @@ def downstream_command(argv: list[str]):
     schedule = schedule_of(c, model, dtype)
     tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
     fast = accelerate(model, dtype, graph=False)
-    scorer = Scorer(fast.model, tokenizer, schedule, c.context, c.batch_size)
+    trained = checkpoint["config"]["block_size"]
+    context = min(trained, PAPER_CONTEXT) if c.context is None else c.context
+    if context > trained:
+        print(f"note: context={context} is more than the block_size={trained} of training; "
+              "positions beyond it were never trained")
+    scorer = Scorer(fast.model, tokenizer, schedule, context, c.batch_size)
     print(f"{c.out_dir}: {model.config.kv}, {schedule}; {machine(device)}, {fast}", flush=True)
     began = time.perf_counter()
     with fast.autocast():
@@ -289,4 +296,4 @@ def downstream_command(argv: list[str]):
         "command": "downstream", "settings": asdict(c), "torch": torch.__version__,
         "device": device_name(device), "dtype": str(dtype).removeprefix("torch."),
         "model": asdict(model.config), "step": checkpoint.get("step"),
-        "schedule": asdict(schedule), "seconds": seconds, "results": results})
+        "context": context, "schedule": asdict(schedule), "seconds": seconds, "results": results})

@@ -298,7 +298,8 @@ def test_data_of_another_kind(folder, changes, message):
 
 
 @pytest.mark.parametrize("ids, message", (
-    ([1, 2, 400, 3], "it holds id 400, the model has a vocabulary of 320"),
+    # the tokenizer's 257 ids are padded to 320, as train.py knows, too
+    ([1, 2, 300, 3], "it holds id 300, the model has a vocabulary of 257"),
     ([1], "1 token, but a target needs one before it"),
     ([], "it is empty")))
 def test_ids_that_cannot_be_scored(folder, ids, message):
@@ -531,7 +532,7 @@ def harness(monkeypatch):
 def test_downstream_command(folder, harness, capsys):
     (folder / "mine").mkdir()
     argv = ["downstream", "--tasks=piqa, wikitext", "--task_dir=mine", "--device=cpu",
-            "--limit=3", "--json=result.json"]
+            "--limit=3", "--json=result.json", "--context=1024"]
     evaluate.main(argv)
     result = json.loads((folder / "result.json").read_text())
     s = scorer()
@@ -670,3 +671,13 @@ def test_the_papers_formats_from_local_files(folder, monkeypatch):
     n_words = sum(len(re.split(r"\s+", page)) for page in pages)
     assert found["wikitext_local"]["word_perplexity"] == pytest.approx(
         math.exp(-sum(s.loglikelihood_rolling(pages)) / n_words), rel=1e-3)
+
+
+@pytest.mark.parametrize("more, context", [([], 8), (["--context=12"], 12)])
+def test_downstream_reads_no_more_context_than_was_trained(folder, harness, capsys, more, context):
+    """Unless more is asked for, which is said: positions beyond were never trained."""
+    (folder / "mine").mkdir()
+    evaluate.main(["downstream", "--device=cpu", "--tasks=piqa", "--task_dir=mine", "--limit=1",
+                   f"--json={folder}/r.json", *more])
+    assert json.loads((folder / "r.json").read_text())["context"] == context
+    assert ("block_size=8 of training" in capsys.readouterr().out) == (context > 8)
