@@ -373,10 +373,9 @@ def test_no_grad_gives_the_same_states_as_gradients(solver, options):
     assert all(map(torch.equal, channels(a.cache), channels(b.cache)))
 
 
-@pytest.mark.parametrize("kv", ["whitematter", "vanilla"])
-def test_compiled_gradients_equal_eager_ones(kv):
+def test_compiled_gradients_equal_eager_ones():
     """The same compiled functions serve the passes with and without gradients."""
-    model = small_model(kv=kv, n_layer=2, n_channels=2, n_groups=2, n_grad=1)
+    model = small_model(n_layer=2, n_channels=2, n_groups=2, n_grad=1)
     idx = random_tokens(2, 6)
 
     def gradients():
@@ -388,8 +387,7 @@ def test_compiled_gradients_equal_eager_ones(kv):
     eager = gradients()
     torch.compiler.reset()
     model.states = torch.compile(model.states, backend="aot_eager")
-    if kv == "whitematter":
-        model.pool = torch.compile(model.pool, backend="aot_eager")
+    model.pool = torch.compile(model.pool, backend="aot_eager")
     for _ in range(2):
         for a, b in zip(gradients(), eager):
             close(a, b, 1e-10)

@@ -90,10 +90,10 @@ def test_oracle_autoregressive(router, k, documents):
 
 @every_pool
 @with_and_without_documents
-@every_truncation
-def test_oracle_jacobi(router, k, documents, truncation):
+def test_oracle_jacobi(router, k, documents):
+    """One truncation: it is the cyclic solver with one group, and that is looked at with all."""
     model = small_model(router=router, n_channels=k)
-    check_against_oracle(model, jacobi, "jacobi", rows(5, documents), truncation)
+    check_against_oracle(model, jacobi, "jacobi", rows(5, documents), (1, 2))
 
 
 @every_pool
