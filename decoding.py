@@ -83,6 +83,26 @@ class Schedule:
         return f"{solver}{groups}, {passes}"
 
 
+def schedule_of(c, model: Decoder, dtype: torch.dtype) -> Schedule:
+    """What the settings solver, passes, n_groups, tol and exact mean for this model.
+
+    What is not set is as in training. A model that needs no iteration takes its one pass.
+    """
+    if c.solver not in (None, *SOLVERS):
+        raise UserError(f"solver={c.solver}: choose one of {', '.join(SOLVERS)}")
+    if c.tol is not None and not c.tol > 0:
+        raise UserError(f"tol={c.tol}: a number above 0 is needed")
+    mc = model.config
+    if not model.iterates:
+        return Schedule("one pass")
+    tol = TOLERANCE[dtype] if c.exact and c.tol is None else c.tol
+    passes = mc.n_nograd + mc.n_grad if c.passes is None else c.passes
+    groups = mc.n_groups if c.n_groups is None else c.n_groups
+    if (c.solver, c.passes, c.n_groups, tol) == (None,) * 4:
+        return Schedule("training", passes, groups)
+    return Schedule(c.solver or "cyclic", passes, 1 if c.solver == "jacobi" else groups, tol)
+
+
 # ---- a token
 
 

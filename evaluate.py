@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import load_model
-from decoding import SOLVERS, TOLERANCE, Schedule
+from decoding import Schedule, schedule_of
 from kernels import Fast, accelerate
 from measure.convergence import CLOSE, PassLosses
 from measure.timing import check, device_name, machine, write_json
@@ -46,28 +46,6 @@ from train import pick_device, pick_dtype
 
 SPLITS = ("train", "val", "test")
 REFERENCE = (16, 32)  # groups and passes that stand in for decoding there
-
-
-# ---- schedules
-
-def schedule_of(c, model: Decoder, dtype: torch.dtype) -> Schedule:
-    """What the settings solver, passes, n_groups, tol and exact mean for this model.
-
-    What is not set is as in training. A model that needs no iteration takes its one pass.
-    """
-    if c.solver not in (None, *SOLVERS):
-        raise UserError(f"solver={c.solver}: choose one of {', '.join(SOLVERS)}")
-    if c.tol is not None and not c.tol > 0:
-        raise UserError(f"tol={c.tol}: a number above 0 is needed")
-    mc = model.config
-    if not model.iterates:
-        return Schedule("one pass")
-    tol = TOLERANCE[dtype] if c.exact and c.tol is None else c.tol
-    passes = mc.n_nograd + mc.n_grad if c.passes is None else c.passes
-    groups = mc.n_groups if c.n_groups is None else c.n_groups
-    if (c.solver, c.passes, c.n_groups, tol) == (None,) * 4:
-        return Schedule("training", passes, groups)
-    return Schedule(c.solver or "cyclic", passes, 1 if c.solver == "jacobi" else groups, tol)
 
 
 # ---- data

