@@ -23,6 +23,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -38,7 +39,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import UserError, key, parse, run
+from configurator import UserError, joined, key, parse, run
 from text.documents import FORMATS, Documents, find_files, fineweb_edu, python_documents
 from text.tokenizer import Tokenizer, get_tokenizer, pieces
 
@@ -409,6 +410,7 @@ def prepare_python(out_dir: str = "data/python") -> None:
 
 def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
     """The corpus that the command line names, and its settings. Raises UserError."""
+    argv = joined(argv, PrepareConfig())  # so that values are no corpora
     names = [arg for arg in argv if not arg.startswith("-") and not arg.endswith(".py")]
     for name in names:
         if name not in CORPORA:
@@ -486,8 +488,14 @@ def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,
     if dataset.startswith(os.pardir):
         dataset = os.path.abspath(out_dir)
     settings = "config/wm16.py" if config.test_rows == PAPER.test_rows else "config/tiny.py"
-    without = "" if meta["tokens"].get("val") else " --eval_rows=0"
-    print(f"next: python train.py {settings} --dataset={dataset}{without}")
+    command = ["python", "train.py", settings, f"--dataset={dataset}"]
+    row = 2048 if config.test_rows == PAPER.test_rows else 256  # tokens, by that file
+    shortest = min((n for split, n in meta["tokens"].items() if n and split != "test"), default=0)
+    if 1 < shortest <= row:
+        command.append(f"--block_size={shortest - 1}")
+    if not meta["tokens"].get("val"):
+        command.append("--eval_rows=0")
+    print("next: " + shlex.join(command))
 
 
 if __name__ == "__main__":

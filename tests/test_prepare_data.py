@@ -492,3 +492,15 @@ def test_a_python_without_sources_still_has_its_topics(tmp_path, monkeypatch):
     monkeypatch.setattr(documents.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     prepare_python(str(tmp_path / "out"))
     assert len(read_texts(tmp_path / "out")) > 30
+
+
+def test_the_command_that_follows_fits_the_data_and_a_shell(tmp_path, monkeypatch, capsys):
+    """Few tokens get rows that they fill, a blank in a name is quoted; and options may be written
+    with a blank (`--tokenizer bytes` was answered by "bytes: no such corpus")."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("twenty-one characters")
+    prepare_data.main(["--input", "a.txt", "--tokenizer", "bytes", "--val_fraction", "0",
+                       "--out_dir", "data/my text"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == ("next: python train.py config/tiny.py '--dataset=my text' --block_size=21 "
+                    "--eval_rows=0")
