@@ -38,6 +38,7 @@ from checkpoint import keep_copy, load_weights, save_checkpoint
 from kernels import Fast, accelerate
 from measure.flops import flops_per_token, peak_flops
 from model import ModelConfig
+from prepare_data import ensure_python
 from running.devices import pick_device, pick_dtype
 from running.lock import FolderLock
 from running.log import Log, import_wandb, start_wandb
@@ -117,6 +118,8 @@ class Trainer:
         if processes.rank == 0 and self.path.parent.is_dir():
             self.lock = FolderLock(self.path.parent)  # an earlier start may still be writing there
         state, resumes = starting_point(c)
+        if c.dataset == "python":
+            ensure_python(processes.rank)
         folder, self.meta = load_meta(c.dataset)
         if state is not None:
             check_data(c, self.meta, state)

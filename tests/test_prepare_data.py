@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_tokenizers import real, write_qwen_like
+from builders import real, write_qwen_like
 
 import prepare_data
 from baselines import build

@@ -5,8 +5,6 @@ Prepared token files as rows to train on, in an order that a seed and a row's nu
 from __future__ import annotations
 
 import json
-import os
-import time
 from pathlib import Path
 from types import NoneType
 
@@ -14,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import prepare_data
 from configurator import UserError
 
 
@@ -86,16 +83,12 @@ def to_device(ids: np.ndarray, device: str) -> Tensor:
 
 
 def load_meta(dataset: str) -> tuple[Path, dict]:
-    """Folder and meta.json of a data set; the default one is prepared if it is missing."""
+    """Folder and meta.json of a data set. Raises UserError if it is not there, or damaged."""
     folder = Path("data") / dataset
-    if dataset == "python" and not (folder / "meta.json").exists():
-        if os.environ.get("RANK", "0") == "0":
-            prepare_data.prepare_python(str(folder))
-        else:
-            wait_for(folder / "meta.json")
     if not (folder / "meta.json").is_file():
+        how = "" if dataset == "python" else " --help"
         raise UserError(f"{folder}/meta.json: no such file; prepare the data set first "
-                        "(python prepare_data.py --help)")
+                        f"(python prepare_data.py{how})")
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         for name, kinds in (("tokenizer", str), ("vocab_size", int), ("eos_id", (int, NoneType)),
@@ -107,11 +100,3 @@ def load_meta(dataset: str) -> tuple[Path, dict]:
                         ("tokenizer", "vocab_size", "eos_id", "dtype", "tokens")}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}/meta.json is damaged ({error}); prepare it again") from None
-
-
-def wait_for(path: Path, seconds: int = 120):
-    for _ in range(10 * seconds):
-        if path.exists():
-            return
-        time.sleep(0.1)
-    raise UserError(f"{path}: not there after {seconds} s")

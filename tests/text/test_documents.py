@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from test_tokenizers import MERGES, tokenizer_json
+from builders import MERGES, tokenizer_json
 
 import prepare_data
 from configurator import UserError

