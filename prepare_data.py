@@ -11,9 +11,10 @@ per row, in its column "text" (needs pyarrow). .txt.gz and .jsonl.gz are read, t
 those of tokenizer.py: bytes, gpt2, qwen3, ..., or the path of a tokenizer.json or .tiktoken file.
 
 The ids are little endian, uint16 where the vocabulary fits and uint32 where not, with one EOS
-after every document. No document is in two splits, unless there is only one: val.bin gets whole
-ones, chosen by their text, so that copies stay on the same side; or, as in the paper, test.bin is
-the last rows of the corpus and val.bin the rows before, and what they cut off is dropped.
+after every document; OUT_DIR/tokenizer has a copy of the tokenizer's files, where it has any. No
+document is in two splits, unless there is only one: val.bin gets whole ones, chosen by their text,
+so that copies stay on the same side; or, as in the paper, test.bin is the last rows of the corpus
+and val.bin the rows before, and what they cut off is dropped.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import numpy as np
 
 from configurator import UserError, joined, key, parse, run
 from text.documents import FORMATS, Documents, find_files, fineweb_edu, python_documents
-from text.tokenizer import Tokenizer, get_tokenizer, pieces
+from text.tokenizer import CARRIED, Tokenizer, carry, get_tokenizer, pieces
 
 SPLITS = ("train", "val", "test")
 ROW = 2048  # tokens in a row of test.bin, as in the paper
@@ -351,7 +352,8 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
             sizes = {s: f.stat().st_size if f.exists() else 0 for s, f in files.items()}
             tokens = {split: size // itemsize for split, size in sizes.items()}
             meta = {
-                "tokenizer": tokenizer.name,
+                "tokenizer": carry(tokenizer, folder),
+                "fingerprint": tokenizer.fingerprint(),
                 "vocab_size": tokenizer.model_rows,
                 "eos_id": tokenizer.eos_id,
                 "dtype": tokenizer.dtype.name,
@@ -386,6 +388,9 @@ def publish(folder: Path, out: Path, tokens: dict[str, int]) -> None:
             os.replace(folder / f"{split}.bin", out / f"{split}.bin")
         else:
             (out / f"{split}.bin").unlink(missing_ok=True)
+    for path in (folder / CARRIED).glob("*"):  # what else is in OUT/tokenizer is not ours
+        (out / CARRIED).mkdir(exist_ok=True)
+        os.replace(path, out / CARRIED / path.name)
     os.replace(folder / "meta.json", out / "meta.json")
 
 

@@ -84,6 +84,16 @@ def write(path: Path, content: dict) -> str:
 MERGES = learn(TEXT, 150)
 
 
+def write_pair(folder: Path, merges: list[tuple[str, str]] = MERGES) -> str:
+    """GPT-2's pair of files; their folder."""
+    folder.mkdir(exist_ok=True)
+    vocab = vocabulary(merges)
+    write(folder / "encoder.json", vocab | {"<|endoftext|>": len(vocab)})
+    lines = ["#version: 0.2", *map(" ".join, merges), ""]
+    (folder / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
+    return str(folder)
+
+
 def write_qwen_like(path: Path) -> None:
     """A table of Qwen's size, which is what it is recognised by: bytes, pairs, some of three."""
     table = [bytes([i]) for i in range(256)]

@@ -80,6 +80,7 @@ def test_files_hold_the_documents_one_eos_each_and_the_meta_data(tmp_path):
     assert raw[:6] == b"o\0n\0e\0"  # little endian, two bytes per token
     assert json.loads((out / "meta.json").read_text(encoding="utf-8")) == {
         "tokenizer": "bytes",
+        "fingerprint": get_tokenizer("bytes").fingerprint(),
         "vocab_size": 257,
         "eos_id": EOS,
         "dtype": "uint16",

@@ -13,11 +13,14 @@ from __future__ import annotations
 import base64
 import binascii
 import difflib
+import filecmp
+import hashlib
 import importlib.util
 import json
 import os
 import queue
 import re
+import shutil
 import tempfile
 import threading
 import unicodedata
@@ -30,7 +33,10 @@ import tiktoken
 from configurator import UserError
 from text.documents import fetch
 
+CARRIED = "tokenizer"  # folder in that of a data set or checkpoint
+PAIR = ("encoder.json", "vocab.bpe")  # GPT-2's files
 PIECE = 2**14  # characters that tiktoken gets at a time: bounds the time that a long run takes
+PROBE = "It's 12345 HE'LL  say\n\n  {x: [x]}\t don't!?\r\n"  # shows how text is split
 LOAD_SECONDS = 20  # a network that does not answer is not waited for any longer
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -62,6 +68,7 @@ class Tokenizer:
     def __init__(self, name: str, encoding: tiktoken.Encoding, eos_id: int | None = None,
                  model_rows: int = 0, nfc: bool = False):
         self.name = name
+        self.files: list[Path] = []  # that describe it, the one to open first
         self.encoding = encoding
         self.nfc = nfc  # whether text is normalised first: e and an accent become one character
         self.vocab_size: int = encoding.n_vocab
@@ -101,6 +108,83 @@ class Tokenizer:
             return self.encoding.decode_single_token_bytes(int(token))
         except (KeyError, OverflowError):  # padding of the vocabulary, or a negative id
             return b"\xef\xbf\xbd"
+
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give and mean the same ids, wherever they come from.
+
+        A digest of EOS, of the bytes of each id but those of control tokens, and of how a short
+        text is split.
+        """
+        digest = hashlib.sha256(f"{self.eos_id} {self.encode(PROBE)}".encode())
+        control = {self.encoding.encode_single_token(token)
+                   for token in self.encoding.special_tokens_set}
+        for i in range(self.vocab_size):
+            if i not in control:
+                token = self._token_bytes(i)
+                digest.update(b"%d %d " % (i, len(token)) + token)
+        return digest.hexdigest()[:16]
+
+
+# --- the tokenizer that a data set, and then a checkpoint, carries
+
+
+def tokenizer_of(meta: dict, folder: str | Path, override: str | None = None) -> Tokenizer:
+    """The tokenizer by which a data set's meta data, or a checkpoint's, has its ids.
+
+    `folder`: of the data set or the checkpoint (or a file in it), whose own copy it is. `override`:
+    the name or path of another, taken if it is the same. Raises UserError where it is not, or
+    where there is none.
+    """
+    name, folder = override or meta["tokenizer"], Path(folder)
+    folder = folder.parent if folder.is_file() else folder
+    if not override and is_path(name):
+        name = str(folder / name)  # one that is absolute stays as it is
+        if not os.path.exists(name):
+            raise UserError(f"tokenizer {name}: no such file or folder; --tokenizer=PATH names it "
+                            "where it is now")
+    tokenizer = get_tokenizer(name)
+    wanted = meta.get("fingerprint", found := tokenizer.fingerprint())
+    if wanted != found:
+        raise UserError(f"tokenizer {name} has the fingerprint {found}, but {folder} was made with "
+                        f"{meta['tokenizer']}, of the fingerprint {wanted}: the same ids would "
+                        "mean other text; --tokenizer=PATH names the right one")
+    return tokenizer
+
+
+def same_tokenizer(a: dict, b: dict) -> bool:
+    """Whether two meta data speak of the same ids; by name where one knows no fingerprint."""
+    by = "fingerprint" if "fingerprint" in a and "fingerprint" in b else "tokenizer"
+    return all(a[key] == b[key] for key in (by, "vocab_size", "eos_id"))
+
+
+def carry(tokenizer: Tokenizer, folder: Path) -> str:
+    """Copy the tokenizer's files to FOLDER/tokenizer; what meta.json calls it, a path in FOLDER if
+    there are files, else its name."""
+    if not tokenizer.files:
+        return tokenizer.name
+    (folder / CARRIED).mkdir()
+    for path in tokenizer.files:
+        shutil.copyfile(path, folder / CARRIED / path.name)
+    return f"{CARRIED}/{tokenizer.files[0].name}"
+
+
+def copy_tokenizer(meta: dict, source: Path, target: Path) -> None:
+    """Copy what `carry` wrote into a data set's folder to that of a checkpoint, unless it is there.
+
+    Raises UserError if it cannot be written.
+    """
+    first = Path(meta["tokenizer"])
+    if first.parent != Path(CARRIED):
+        return
+    try:
+        for name in PAIR if first.name in PAIR else (first.name,):
+            path, copy = source / CARRIED / name, target / CARRIED / name
+            if not (copy.is_file() and filecmp.cmp(path, copy, shallow=False)):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+    except OSError as error:
+        raise UserError(f"{error.filename or copy}: cannot be copied to {target} "
+                        f"({error.strerror})") from error
 
 
 # --- cutting
@@ -156,12 +240,17 @@ def get_tokenizer(name: str) -> Tokenizer:
         return from_tiktoken(name)
     if os.path.exists(name):
         return from_path(Path(name).resolve())
-    if os.sep in name or name.endswith((".json", ".tiktoken")):
+    if is_path(name) or name.endswith((".json", ".tiktoken")):
         raise UserError(f"tokenizer {name}: no such file or folder")
     near = difflib.get_close_matches(name, known, 1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise UserError(f"unknown tokenizer {name!r}{hint}; known are {', '.join(known)}, and the path "
                     "of a tokenizer.json or .tiktoken file")
+
+
+def is_path(name: str) -> bool:
+    """Whether the name of a tokenizer must be a path."""
+    return "/" in name or os.sep in name
 
 
 def byte_encoding() -> tiktoken.Encoding:
@@ -247,11 +336,16 @@ def from_path(path: Path, name: str = "") -> Tokenizer:
     try:
         if path.is_dir():
             path = table_in(path)
+        files = [path]
         if path.suffix == ".tiktoken":
-            return from_table(path, name)
-        if path.name in ("encoder.json", "vocab.bpe"):
-            return from_gpt2(path.parent, name)
-        return from_huggingface(path, name)
+            tokenizer = from_table(path, name)
+        elif path.name in PAIR:
+            files = [path.with_name(name) for name in PAIR]
+            tokenizer = from_gpt2(path.parent, name)
+        else:
+            tokenizer = from_huggingface(path, name)
+        tokenizer.files = files
+        return tokenizer
     except OSError as error:
         raise UserError(f"tokenizer {error.filename or path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:

@@ -56,6 +56,6 @@ def test_reading_batches_does_not_grow_memory(tmp_path):
 def test_reading_a_data_set_prepares_none(tmp_path, monkeypatch):
     """Only train.py does: a picture or a score of a data set that is not there is a mistake."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"python.meta.json: no such file.*python prepare_data.py\)"):
+    with pytest.raises(UserError, match=r"no such file.*python prepare_data.py\)"):
         load_meta("python")
     assert not list(tmp_path.iterdir())

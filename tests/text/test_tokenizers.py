@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -13,18 +15,30 @@ import tiktoken
 from builders import (
     MERGES,
     TEXT,
+    learn,
     merge,
     real,
     split,
     tokenizer_json,
     vocabulary,
     write,
+    write_pair,
     write_qwen_like,
 )
 
+import prepare_data
 import text.tokenizer as tokenizers
 from configurator import UserError
-from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, QWEN_PATTERN, get_tokenizer, pieces
+from text.tokenizer import (
+    CL100K_PATTERN,
+    GPT2_PATTERN,
+    QWEN_PATTERN,
+    copy_tokenizer,
+    get_tokenizer,
+    pieces,
+    same_tokenizer,
+    tokenizer_of,
+)
 
 TORTURE = [
     "naïve cafe\u0301 A\u030a \u212b a\u0323\u0308 ﬁ ½ ² Ⅷ ٣",
@@ -50,10 +64,7 @@ def test_files_of_huggingface_and_of_gpt2_encode_as_the_literal_algorithm(tmp_pa
             word = merge(word, pair)  # noqa: PLW2901
         expected += [vocab[token] for token in word]
     assert len(expected) < 0.6 * len(TEXT)
-    end = {"<|endoftext|>": len(vocab)}
-    write(tmp_path / "encoder.json", vocab | end)
-    lines = ["#version: 0.2", *map(" ".join, MERGES), ""]
-    (tmp_path / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
+    write_pair(tmp_path)
     pairs = tokenizer_json(MERGES)
     pairs["model"]["merges"] = [list(pair) for pair in MERGES]  # as newer files have it
     files = [
@@ -271,3 +282,45 @@ def test_the_real_cl100k_has_its_published_ids():
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (100_277, 100_257)
     assert tokenizer.encode("hello world") == [15339, 1917]
     assert tokenizer.encode("12345") == [4513, 1774]
+
+
+# --- the tokenizer that a data set and a checkpoint carry
+
+
+def test_a_data_set_and_a_checkpoint_that_move_keep_their_tokenizer(tmp_path):
+    """The path of the tokenizer was the one of the machine that trained:
+    https://github.com/allenai/OLMo/issues/633"""
+    data, out = tmp_path / "data", tmp_path / "out"
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    prepare_data.main([f"--input={tmp_path / 'a.txt'}", f"--out_dir={data}",
+                       f"--tokenizer={write_pair(tmp_path / 'mine')}"])
+    ids = get_tokenizer(str(tmp_path / "mine")).encode(TEXT)
+    meta = json.loads((data / "meta.json").read_text(encoding="utf-8"))
+    for _ in range(2):  # a second time there is nothing to do
+        copy_tokenizer(meta, data, out)
+    shutil.rmtree(tmp_path / "mine")
+    shutil.move(data, tmp_path / "elsewhere")
+    for folder in (tmp_path / "elsewhere", out):
+        assert tokenizer_of(meta, folder).decode(ids) == TEXT
+    (out / "ckpt.pt").touch()
+    assert tokenizer_of(meta, out / "ckpt.pt").encode(TEXT) == ids
+    with pytest.raises(UserError, match="data.tokenizer.encoder.json: no such file.*--tokenizer"):
+        tokenizer_of(meta, data)
+
+
+def test_another_tokenizer_of_the_same_size_is_refused_with_both_named(tmp_path):
+    """https://github.com/Lightning-AI/litgpt/issues/471"""
+    mine = get_tokenizer(write_pair(tmp_path / "mine"))
+    # as meta.json was before there were copies
+    meta = {"tokenizer": str(tmp_path / "mine"), "vocab_size": 407, "eos_id": 406}
+    assert tokenizer_of(meta, tmp_path / "out").encode(TEXT) == mine.encode(TEXT)
+    meta["fingerprint"] = mine.fingerprint()
+    assert same_tokenizer(meta, meta | {"tokenizer": "tokenizer/encoder.json"})
+    other = write_pair(tmp_path / "other", learn(TEXT[::-1], len(MERGES)))
+    wanted = f"other has .*, but .*mine, of the fingerprint {meta['fingerprint']}"
+    with pytest.raises(UserError, match=wanted):
+        tokenizer_of(meta, tmp_path, other)
+    assert not same_tokenizer(meta, meta | {"fingerprint": get_tokenizer(other).fingerprint()})
+    write_pair(tmp_path / "mine", learn(TEXT[::-1], len(MERGES)))
+    with pytest.raises(UserError, match="mine has the fingerprint"):
+        tokenizer_of(meta, tmp_path)
