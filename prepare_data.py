@@ -358,6 +358,7 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
                 "eos_id": tokenizer.eos_id,
                 "dtype": tokenizer.dtype.name,
                 "tokens": tokens,
+                "val_digest": digest_of(files["val"]),
             }
             (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
             publish(folder, out, tokens)
@@ -378,6 +379,17 @@ def split_rows(folder: Path, tokenizer: Tokenizer, config: PrepareConfig, counts
             counts["cut"] += take_rows(folder, tokenizer, split, rows)
     if config.val_fraction and not (folder / "val.bin").stat().st_size:
         take_val(folder, tokenizer, config.val_fraction)
+
+
+def digest_of(path: Path) -> str:
+    """A digest of a file; empty for one without a byte, or none."""
+    digest, size = hashlib.blake2b(digest_size=8), 0
+    if path.exists():
+        with open(path, "rb") as file:
+            while data := file.read(2**20):
+                digest.update(data)
+                size += len(data)
+    return digest.hexdigest() if size else ""
 
 
 def publish(folder: Path, out: Path, tokens: dict[str, int]) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from checkpoint import damaged, load_checkpoint, load_weights
-from configurator import UserError
+from configurator import UserError, ranks
 from model import ModelConfig
 from running.settings import SCHEDULE, TrainConfig, learning_rate
+from text.tokenizer import other_ids
 
 
 def starting_point(c: TrainConfig) -> tuple[dict | None, bool]:
@@ -26,12 +27,27 @@ def starting_point(c: TrainConfig) -> tuple[dict | None, bool]:
 
 
 def check_data(c: TrainConfig, meta: dict, state: dict):
-    """Raise UserError if a checkpoint reads other ids than the data set has."""
-    for name in ("tokenizer", "vocab_size", "eos_id"):
-        if meta[name] != state["meta"][name]:
-            raise UserError(f"data/{c.dataset} has {name}={meta[name]}, the checkpoint "
-                            f"{state['meta'][name]}: its weights mean nothing for other ids; "
-                            "prepare the data set with the checkpoint's tokenizer")
+    """Raise UserError if a checkpoint reads other ids than the data set has.
+
+    Where the data set of that name has other text by now, it says so; and of another val.bin no
+    loss is the best yet in `state`.
+    """
+    theirs = state["meta"]
+    if said := other_ids(meta, theirs):
+        raise UserError(f"data/{c.dataset} has {said[0]}, the checkpoint {said[1]}: its weights "
+                        "mean nothing for other ids; prepare the data set with the checkpoint's "
+                        "tokenizer")
+    if c.dataset != state["config"].get("dataset"):
+        return
+    changed, now, then = [], meta["tokens"].get("train"), theirs.get("tokens", {}).get("train")
+    if None not in (now, then) and now != then:
+        changed.append(f"train.bin of {now:,} tokens (there: {then:,}), and so other rows")
+    now, then = meta.get("val_digest"), theirs.get("val_digest")
+    if None not in (now, then) and now != then:
+        changed.append("another val.bin, for which the best loss starts anew")
+        state["best_val_loss"] = math.inf
+    if changed and ranks()[0] == 0:
+        print(f"note: data/{c.dataset} was prepared again: {'; '.join(changed)}", flush=True)
 
 
 def restore(trainer, state: dict):

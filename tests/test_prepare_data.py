@@ -85,6 +85,7 @@ def test_files_hold_the_documents_one_eos_each_and_the_meta_data(tmp_path):
         "eos_id": EOS,
         "dtype": "uint16",
         "tokens": {"train": len(raw) // 2, "val": 0, "test": 0},
+        "val_digest": "",
     }
     assert sorted(os.listdir(out)) == ["meta.json", "train.bin"]
 

@@ -283,7 +283,7 @@ def test_weights_alone_do_not_resume(folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize("change, words", [
     ({"n_layer": 3}, ["out has another model", "n_layer=3 (there: 2)"]),
-    ({"dataset": "other"}, ["data/other", "eos_id=7", "the checkpoint 256"])])
+    ({"dataset": "other"}, ["data/other", "eos_id=7", "the checkpoint eos_id=256"])])
 def test_weights_that_do_not_fit_are_refused(folder, monkeypatch, capsys, change, words):
     in_process(folder, monkeypatch, max_iters=1)
     shutil.copytree("data/random", "data/other")

@@ -97,7 +97,7 @@ def load_meta(dataset: str) -> tuple[Path, dict]:
                 raise ValueError(f"{name}: {meta[name]!r}")
         np.dtype(meta["dtype"])
         return folder, {name: meta[name] for name in
-                        ("tokenizer", "fingerprint", "vocab_size", "eos_id", "dtype", "tokens")
-                        if name in meta}
+                        ("tokenizer", "fingerprint", "vocab_size", "eos_id", "dtype", "tokens",
+                         "val_digest") if name in meta}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}/meta.json is damaged ({error}); prepare it again") from None

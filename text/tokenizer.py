@@ -151,10 +151,17 @@ def tokenizer_of(meta: dict, folder: str | Path, override: str | None = None) ->
     return tokenizer
 
 
-def same_tokenizer(a: dict, b: dict) -> bool:
-    """Whether two meta data speak of the same ids; by name where one knows no fingerprint."""
-    by = "fingerprint" if "fingerprint" in a and "fingerprint" in b else "tokenizer"
-    return all(a[key] == b[key] for key in (by, "vocab_size", "eos_id"))
+def other_ids(mine: dict, theirs: dict) -> tuple[str, str] | None:
+    """What two meta data say of their ids where it differs, else None: ids of another tokenizer
+    mean other text. By the tokenizer's name where one of them has no fingerprint."""
+    by = "fingerprint" if "fingerprint" in mine and "fingerprint" in theirs else "tokenizer"
+    key = next((key for key in (by, "vocab_size", "eos_id") if mine[key] != theirs[key]), None)
+    if key is None:
+        return None
+    said = [f"{key}={meta[key]}" for meta in (mine, theirs)]
+    if key == "fingerprint":
+        said = [f"tokenizer={m['tokenizer']} ({s})" for m, s in zip((mine, theirs), said)]
+    return said[0], said[1]
 
 
 def carry(tokenizer: Tokenizer, folder: Path) -> str:

@@ -1,0 +1,45 @@
+"""Where a run begins: the data set of a name may not be what it was."""
+
+import json
+import math
+
+import pytest
+
+import prepare_data
+from configurator import UserError
+from running.settings import TrainConfig
+from running.start import check_data
+from text.rows import load_meta
+
+
+def prepare(folder, *texts, **settings) -> dict:
+    """The meta data of data/mine, prepared from some texts."""
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    prepare_data.main([f"--input={folder / 'a.jsonl'}", "--out_dir=data/mine",
+                       *(f"--{name}={value}" for name, value in settings.items())])
+    return load_meta("mine")[1]
+
+
+def test_a_data_set_prepared_again_under_its_name_is_noticed(tmp_path, monkeypatch, capsys):
+    """https://github.com/Lightning-AI/litgpt/issues/471"""
+    monkeypatch.chdir(tmp_path)
+    texts, c = [f"text {i}" for i in range(50)], TrainConfig(dataset="mine")
+    meta = prepare(tmp_path, *texts)
+    state = {"meta": meta, "config": {"dataset": "mine"}, "best_val_loss": 2.5}
+
+    def said(meta: dict, state: dict) -> str:
+        capsys.readouterr()
+        check_data(c, meta, state)
+        return capsys.readouterr().out
+
+    again = prepare(tmp_path, *texts)
+    assert said(again, state) == "" and state["best_val_loss"] == 2.5
+    assert said(again, state | {"meta": {k: meta[k] for k in ("tokenizer", "vocab_size", "eos_id")}}
+                ) == ""  # of an earlier version
+    more = said(meta | {"tokens": {"train": 9999}}, state)
+    assert "data/mine was prepared again: train.bin of 9,999 tokens" in more and "val" not in more
+    assert state["best_val_loss"] == 2.5
+    assert "another val.bin, for which the best" in said(prepare(tmp_path, *texts, seed=1), state)
+    assert state["best_val_loss"] == math.inf
+    with pytest.raises(UserError, match=r"tokenizer=bytes \(fingerprint=0\), the checkp"):
+        check_data(c, meta | {"fingerprint": "0"}, state)
