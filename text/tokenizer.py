@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import difflib
 import filecmp
 import hashlib
@@ -340,9 +341,10 @@ def not_loaded(name: str, reason: str) -> UserError:
 def from_path(path: Path, name: str = "") -> Tokenizer:
     """A tokenizer from a file or folder; `name` is what the meta data calls it, else its path."""
     name = name or str(path)
-    try:
+    with blaming(path):
         if path.is_dir():
             path = table_in(path)
+    with blaming(path):
         files = [path]
         if path.suffix == ".tiktoken":
             tokenizer = from_table(path, name)
@@ -353,6 +355,13 @@ def from_path(path: Path, name: str = "") -> Tokenizer:
             tokenizer = from_huggingface(path, name)
         tokenizer.files = files
         return tokenizer
+
+
+@contextlib.contextmanager
+def blaming(path: Path):
+    """Turn what goes wrong with the file of a tokenizer into a UserError that names it."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"tokenizer {error.filename or path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
@@ -392,11 +401,33 @@ def from_table(path: Path, name: str) -> Tokenizer:
 
 def from_gpt2(folder: Path, name: str) -> Tokenizer:
     """GPT-2's pair of files: ids of tokens, and merges, one a line below a line of comment."""
-    vocab = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
-    lines = (folder / "vocab.bpe").read_text(encoding="utf-8").split("\n")
-    merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
-    special = {end: vocab.pop(end) for end in ENDS if end in vocab}
-    return build(name, merge_ranks(vocab, merges), GPT2_PATTERN, special, False)
+    with blaming(folder / PAIR[0]):
+        vocab = json.loads((folder / PAIR[0]).read_text(encoding="utf-8"))
+        if not isinstance(vocab, dict):
+            raise ValueError("not an object of tokens and their ids")
+    with blaming(folder / PAIR[1]):
+        merges = read_merges(folder / PAIR[1], vocab)
+        made = set(map("".join, merges))
+        rest = {token for token in vocab if len(token) > 1 and token not in made}
+        control = {token for token in rest if token[0] == "<" and token[-1] == ">"}
+        if rest > control:
+            raise ValueError(f"{len(rest - control):,} tokens of encoder.json have no merge, such "
+                             f"as {min(rest - control)!r}: cut off, or of another encoder.json")
+    special = {token: vocab.pop(token) for token in control}
+    with blaming(folder / PAIR[0]):
+        return build(name, merge_ranks(vocab, merges), GPT2_PATTERN, special, False)
+
+
+def read_merges(path: Path, vocab: dict[str, int]) -> list[list[str]]:
+    """The pairs of tokens in a vocab.bpe. Raises ValueError with the line that holds none."""
+    merges = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if line and not line.startswith("#version"):
+            merges.append(line.split(" "))
+            if len(merges[-1]) != 2 or not {*merges[-1], "".join(merges[-1])} <= vocab.keys():
+                raise ValueError(f"line {number} is no merge of two tokens of encoder.json: "
+                                 f"{line[:40]!r}")
+    return merges
 
 
 def from_huggingface(path: Path, name: str) -> Tokenizer:

@@ -126,6 +126,22 @@ def test_a_tokenizer_json_of_another_kind_is_refused_with_the_reason(tmp_path, c
     assert path in str(caught.value) and ".tiktoken" in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "damage", "message"), [
+    ("vocab.bpe", lambda text: text[:len(text) // 2 // 10 * 10], "no merge"),
+    ("vocab.bpe", lambda text: "".join(text.splitlines(True)[:100]), "51 tokens .* have no merge"),
+    ("vocab.bpe", lambda text: "<!DOCTYPE html>\n<p>404 not found</p>", "line 1 is no merge"),
+    ("encoder.json", lambda text: "<!DOCTYPE html>\n<p>404 not found</p>", "Expecting value"),
+    ("encoder.json", lambda text: "[1]", "not an object"),
+])
+def test_a_file_of_gpt2s_pair_that_is_cut_or_no_such_file_is_named(tmp_path, name, damage, message):
+    """A table that came in part gave wrong ids: https://github.com/openai/tiktoken/pull/230"""
+    path = Path(write_pair(tmp_path)) / name
+    path.write_text(damage(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for given in (tmp_path, tmp_path / "encoder.json", tmp_path / "vocab.bpe"):
+        with pytest.raises(UserError, match=f"tokenizer {path}: .*{message}"):
+            get_tokenizer(str(given))
+
+
 @pytest.mark.parametrize("content", ["YQ== 0\nYg==\n", "YQ== 0\nYg== 1\n", "{"])
 def test_a_table_of_no_known_kind_is_refused(tmp_path, content):
     path = tmp_path / "mine.tiktoken"
