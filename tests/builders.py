@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from text.tokenizer import CL100K_PATTERN, QWEN_PATTERN
+
 TEXT = """It's a truth universally acknowledged, that a single man in possession of a good fortune,
 must be in want of a wife. However little known the feelings or views of such a man may be, on his
 first entering a neighbourhood, this truth is so well fixed in the minds of the surrounding
@@ -69,9 +71,12 @@ def tokenizer_json(merges: list[tuple[str, str]], **changes) -> dict:
     vocab = vocabulary(merges)
     model = {"type": "BPE", "vocab": vocab, "merges": [" ".join(pair) for pair in merges]}
     return {
-        "added_tokens": [{"content": "<|endoftext|>", "id": len(vocab)}],
+        "version": "1.0",
+        "added_tokens": [{"content": "<|endoftext|>", "id": len(vocab), "special": True,
+                          "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False}],
         "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
         "model": model,
     } | changes
 
@@ -92,6 +97,50 @@ def write_pair(folder: Path, merges: list[tuple[str, str]] = MERGES) -> str:
     lines = ["#version: 0.2", *map(" ".join, merges), ""]
     (folder / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
     return str(folder)
+
+
+def write_family(kind: str, path: Path):
+    """A tokenizer.json as one of five families have it, but small; the library's tokenizer of it,
+    to which control tokens are text."""
+    library = pytest.importorskip("tokenizers")
+    split_by, byte_level = library.pre_tokenizers.Split, library.pre_tokenizers.ByteLevel
+    model = library.models.BPE(ignore_merges=kind == "llama3")
+    tokenizer = library.Tokenizer(model)
+    alphabet, control, more = letters(), ["<|endoftext|>"], []
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    if kind in ("qwen3", "llama3"):
+        pattern = QWEN_PATTERN if kind == "qwen3" else CL100K_PATTERN
+        tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([
+            split_by(library.Regex(pattern), "isolated"),
+            byte_level(add_prefix_space=False, use_regex=False)])
+    if kind in ("qwen3", "neox"):
+        tokenizer.normalizer = library.normalizers.NFC()
+    if kind == "neox":  # without the bytes that never occur, and with runs of blanks
+        alphabet = [a for i, a in enumerate(alphabet) if i < 245 and i not in (192, 193)]
+        control += ["<|padding|>"]
+        more = [" " * n for n in range(24, 1, -1)]
+    elif kind in ("qwen3", "minimind"):
+        control += ["<|im_start|>", "<|im_end|>"]
+        more = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    elif kind == "llama3":
+        control = ["<|begin_of_text|>", "<|end_of_text|>"]
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=alphabet, show_progress=False,
+        special_tokens=control if kind in ("neox", "minimind") else [])
+    tokenizer.train_from_iterator([TEXT, "中文 e\u0301 naïve 🙂\n" * 9], trainer)
+    tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens([library.AddedToken(t, normalized=kind == "neox") for t in more])
+    if kind == "llama3":  # a file may ask for more than the ids of a text
+        begin = (control[0], tokenizer.token_to_id(control[0]))
+        tokenizer.post_processor = library.processors.TemplateProcessing(
+            f"{control[0]} $A", special_tokens=[begin])
+        tokenizer.enable_truncation(8)
+        tokenizer.enable_padding()
+    tokenizer.save(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def write_qwen_like(path: Path) -> None:

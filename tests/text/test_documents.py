@@ -302,6 +302,7 @@ def test_the_papers_corpus_from_shards_to_splits(tmp_path, server, capsys):
 
 
 def test_qwen3_is_downloaded_once(tmp_path, server, monkeypatch):
+    pytest.importorskip("tokenizers")
     server.files["/data/tokenizer.json"] = json.dumps(tokenizer_json(MERGES)).encode()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
