@@ -7,8 +7,10 @@ Turn text into files of token ids: `data/NAME/{train,val,test}.bin` and `meta.js
     python prepare_data.py fineweb-edu --tokenizer=qwen3  # the paper's: 16 GB are downloaded
 
 A .txt file is one document; a .jsonl file holds one per line, in its "text", a .parquet file one
-per row, in its column "text" (needs pyarrow). .txt.gz and .jsonl.gz are read, too. Tokenizers are
-those of tokenizer.py: bytes, gpt2, qwen3, ..., or the path of a tokenizer.json or .tiktoken file.
+per row, in its column "text" (needs pyarrow). .txt.gz and .jsonl.gz are read, too. What is no text
+(a byte that is not UTF-8, half a surrogate pair) becomes U+FFFD, a null is an empty document, and
+empty ones are skipped; all are counted, and said at the end. Tokenizers are those of
+text/tokenizer.py: bytes, gpt2, qwen3, ..., or the path of a tokenizer.json or .tiktoken file.
 
 The ids are little endian, uint16 where the vocabulary fits and uint32 where not, with one EOS
 after every document; OUT_DIR/tokenizer has a copy of the tokenizer's files, where it has any. No
@@ -478,6 +480,9 @@ def main(argv: list[str]) -> None:
         documents or python_documents(config.seed), tokenizer, out_dir, config
     )
     report(out_dir, config, counts, meta, time.perf_counter() - start)
+    if getattr(documents, "replaced", 0):
+        print(f"note: {documents.replaced:,} characters were no text and became U+FFFD, the first "
+              f"in {documents.first}")
 
 
 def download(config: PrepareConfig, folder: Path) -> list[Path]:

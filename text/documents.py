@@ -15,6 +15,7 @@ import glob
 import gzip
 import http.client
 import io
+import itertools
 import json
 import os
 import random
@@ -26,13 +27,13 @@ import urllib.request
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 
 from configurator import UserError
 
 FORMATS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 CHUNK = 2**18  # bytes that are read at a time
+NO_TEXT = re.compile(r"[\ud800-\udfff]")  # half a surrogate, or what stands for a byte: see `whole`
 PAUSE = 1  # seconds, doubled with every try of a download
 
 # --- files
@@ -51,7 +52,7 @@ def find_files(names: str) -> list[Path]:
             paths = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
         if not paths:
             raise UserError(f"--input: {name} does not exist")
-        inside = chain(*(sorted(p.rglob("*")) if p.is_dir() else [p] for p in paths))
+        inside = itertools.chain(*(sorted(p.rglob("*")) if p.is_dir() else [p] for p in paths))
         found = [p for p in inside if p.name.endswith(FORMATS) and p.is_file()]
         if not found:
             raise UserError(f"--input: {name} is or holds no {', '.join(FORMATS)} file")
@@ -64,13 +65,18 @@ def find_files(names: str) -> list[Path]:
 
 
 class Documents:
-    """The documents of some files, in order, and how far the reading of them has come."""
+    """The documents of some files, in order, and how far the reading of them has come.
+
+    What is no text, a byte that is not UTF-8 or half a surrogate pair in JSON, becomes U+FFFD and
+    is counted in `replaced`; `first` says where. A null is an empty document.
+    """
 
     def __init__(self, files: Iterable[Path]):
         self.files = list(files)
         self.size = sum(path.stat().st_size for path in self.files)  # bytes on disk
         self.before = 0  # bytes of the files that have been read
         self.raw = None  # the file that is being read
+        self.replaced, self.first = 0, ""
 
     def done(self) -> int:
         """Bytes on disk that have been read."""
@@ -79,49 +85,70 @@ class Documents:
     def __iter__(self) -> Iterator[Iterable[str]]:
         for path in self.files:
             with open(path, "rb") as self.raw:
-                yield from read_file(self.raw, path)
+                for document in read_file(self.raw, path):
+                    yield self.whole(document, path)
             self.raw = None
             self.before += path.stat().st_size
 
+    def whole(self, document: Iterable[tuple[int, str]], path: Path) -> Iterator[str]:
+        """The strings of a document, which came with the number of their line or row."""
+        for number, text in document:
+            if not text.isascii() and NO_TEXT.search(text):
+                unit = "row" if path.suffix == ".parquet" else "line"
+                self.first = self.first or f"{path}, {unit} {number}"
+                text, n = NO_TEXT.subn("\ufffd", text)  # noqa: PLW2901
+                self.replaced += n
+            yield text
 
-def read_file(raw, path: Path) -> Iterator[Iterable[str]]:
-    """The documents of an open file. Raises UserError with its name if something is wrong."""
+
+def read_file(raw, path: Path) -> Iterator[Iterable[tuple[int, str]]]:
+    """The documents of an open file, in strings with the number of their first line, or row.
+
+    A byte that is not UTF-8 is half a surrogate in them. Raises UserError with the file's name if
+    something is wrong.
+    """
     file = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
     kind = path.name.removesuffix(".gz").rpartition(".")[2]
     if kind == "txt":
         yield read_text(file, path)
     else:
-        for text in read_parquet(file, path) if kind == "parquet" else read_jsonl(file, path):
-            yield [text]
+        for row in read_parquet(file, path) if kind == "parquet" else read_jsonl(file, path):
+            yield [row]
 
 
-def read_text(file, path: Path) -> Iterator[str]:
+def read_text(file, path: Path) -> Iterator[tuple[int, str]]:
     """A text file in pieces, its line ends untouched."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    try:
-        with unpacking(path):
-            while data := file.read(CHUNK):
-                yield decoder.decode(data)
-        yield decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8: {error.reason}") from None
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+    line, data = 1, None
+    with unpacking(path):
+        while data != b"":
+            data = file.read(CHUNK)
+            if line == 1 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise UserError(f"{path} is UTF-16, not UTF-8")
+            text = decoder.decode(data, final=not data)
+            bad = None if text.isascii() else NO_TEXT.search(text)
+            cut = bad.start() if bad else len(text)  # so that its line is known
+            for part in (text[:cut], text[cut:]):
+                yield line, part
+                line += part.count("\n")
 
 
-def read_jsonl(file, path: Path) -> Iterator[str]:
+def read_jsonl(file, path: Path) -> Iterator[tuple[int, str]]:
     """The "text" of each line; a line without one stops the run with file and line number."""
     with unpacking(path):
         for number, line in enumerate(file, 1):  # as bytes: only \n ends a line
             if not line.strip():
                 continue
+            line = line.decode("utf-8", "surrogateescape")  # noqa: PLW2901
             try:
-                text = json.loads(line)["text"]
+                text = json.loads(line.removeprefix("\ufeff"))["text"]
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}: not JSON: {error}") from None
             except (KeyError, TypeError, IndexError):
-                text = None
-            if not isinstance(text, str):
+                text = 0
+            if not isinstance(text, str | None):
                 raise UserError(f'{path}, line {number}: wanted an object with a string "text"')
-            yield text
+            yield number, text or ""
 
 
 @contextlib.contextmanager
@@ -133,8 +160,8 @@ def unpacking(path: Path):
         raise UserError(f"{path} is damaged: {error}") from None
 
 
-def read_parquet(file, path: Path) -> Iterator[str]:
-    """The column "text" of a parquet file, row by row; a null is an empty document."""
+def read_parquet(file, path: Path) -> Iterator[tuple[int, str]]:
+    """The column "text" of a parquet file, row by row."""
     pyarrow, parquet = import_parquet()
     try:
         table = parquet.ParquetFile(file)
@@ -144,9 +171,10 @@ def read_parquet(file, path: Path) -> Iterator[str]:
         kind = table.schema_arrow.field("text").type
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
             raise UserError(f'{path}: the column "text" holds {kind}, not string')
+        number = itertools.count(1)
         for batch in table.iter_batches(256, columns=["text"], use_threads=False):
-            for text in batch.column(0).to_pylist():
-                yield text or ""
+            for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                yield next(number), (text or b"").decode("utf-8", "surrogateescape")
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} is no parquet file or damaged: {error}") from None
 
@@ -259,7 +287,7 @@ def python_documents(seed: int) -> Iterator[list[str]]:
     """
     seen: set[str] = set()
     documents = []
-    for text in chain(pydoc_topics(), stdlib_docstrings()):
+    for text in itertools.chain(pydoc_topics(), stdlib_docstrings()):
         kept = []
         for paragraph in re.split(r"\n\s*\n", RULER.sub("", text)):
             key = " ".join(paragraph.split())

@@ -115,6 +115,36 @@ def test_parquet_rows_are_documents(tmp_path):
     assert texts_of(tmp_path / "a.parquet") == [*texts, ""]
 
 
+def test_what_is_no_text_is_replaced_counted_and_named_in_every_format(tmp_path, capsys):
+    """Half a surrogate: https://github.com/openai/tiktoken/issues/82, a byte:
+    https://github.com/jingyaogong/minimind/issues/551"""
+    (tmp_path / "a.txt").write_bytes(b"x" * 2**18 + b"\n\nna\xefve " + "é🙂".encode() + b"\xc3")
+    (tmp_path / "b.jsonl").write_bytes(
+        rb'{"text": null}' b"\n" rb'{"text": "a\ud83d b \ud83d\ude42"}' b'\n{"text": "a\xefb"}\n')
+    rows = ["", "a\ufffd b 🙂", "a\ufffdb"]
+    for name, texts, where in (
+            ("a.txt", ["x" * 2**18 + "\n\nna\ufffdve é🙂\ufffd"], "a.txt, line 3"),
+            ("b.jsonl", rows, "b.jsonl, line 2")):
+        source = Documents([tmp_path / name])
+        assert ["".join(d) for d in source] == texts
+        assert source.replaced == 2 and source.first.endswith(where)
+    prepare_data.main([f"--input={tmp_path}", f"--out_dir={tmp_path / 'out'}"])
+    said = capsys.readouterr().out
+    assert "3 documents, 1 empty" in said and "note: 4 characters were no text" in said
+    (tmp_path / "c.txt").write_text("twice as many bytes", encoding="utf-16")
+    with pytest.raises(UserError, match="c.txt is UTF-16, not UTF-8"):
+        texts_of(tmp_path / "c.txt")
+
+
+def test_a_parquet_string_that_is_not_utf8_is_replaced_too(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.array([b"good", None, b"na\xefve"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    source = Documents([tmp_path / "a.parquet"])
+    assert ["".join(d) for d in source] == ["good", "", "na\ufffdve"]
+    assert source.replaced == 1 and source.first.endswith("a.parquet, row 3")
+
+
 def test_parquet_of_another_kind_is_named(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["x"], column="body")
     with pytest.raises(UserError, match='a.parquet: no column "text" .its columns are n, body'):

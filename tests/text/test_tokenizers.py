@@ -88,8 +88,8 @@ def test_gpt2s_files_encode_as_the_literal_algorithm_and_so_does_a_tokenizer_jso
 
 @pytest.mark.parametrize("kind", ["neox", "gpt2", "qwen3", "llama3", "minimind"])
 def test_a_tokenizer_json_gives_the_ids_of_its_library(tmp_path, kind):
-    """Tokens that were added for runs of blanks got no id: https://github.com/EleutherAI/gpt-neox/
-    issues/585; nor did others, https://github.com/huggingface/tokenizers/issues/1174"""
+    """GPT-NeoX has tokens for runs of blanks that no merge makes, but were added:
+    https://github.com/huggingface/transformers/pull/16659"""
     reference = write_family(kind, tmp_path / "tokenizer.json")
     tokenizer = get_tokenizer(str(tmp_path / "tokenizer.json"))
     atoms = [*TORTURE, *TEXT.split(" "), "<tool_call>", "</think>", " " * 9, " " * 50, "<|im_end|>",
