@@ -34,6 +34,7 @@ import tiktoken
 
 from configurator import UserError
 from text.documents import fetch
+from text.huggingface import HuggingFace, byte_letters, end_of_document
 
 CARRIED = "tokenizer"  # folder in that of a data set or checkpoint
 PAIR = ("encoder.json", "vocab.bpe")  # GPT-2's files
@@ -64,8 +65,6 @@ TABLES = {  # entries: pattern, ids of special tokens, NFC, those of them that t
     151_643: (QWEN_PATTERN, {t: 151_643 + i for i, t in enumerate((*QWEN_CONTROL, *QWEN_ADDED))},
               True, QWEN_ADDED),
 }
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of a document, not of a chat's turn
-NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not use
 QWEN_EOS, QWEN_ROWS = 151_643, 151_936
 QWEN_URL = "https://huggingface.co/Qwen/Qwen3-0.6B-Base/resolve/main/tokenizer.json"
 
@@ -443,80 +442,6 @@ def read_merges(path: Path, vocab: dict[str, int]) -> list[list[str]]:
     return merges
 
 
-class HuggingFace:
-    """A tokenizer.json in the library of its format, with tiktoken's names of what is called.
-
-    Raises ValueError for one that is not a byte-level BPE, or adds to the text or takes from it.
-    """
-
-    def __init__(self, content: str):
-        library, table = import_library(), json.loads(content)
-        for token in table.get("added_tokens", []):
-            token["special"] = token.get("special") or token["content"] in ENDS
-        table |= {"truncation": None, "padding": None, "post_processor": None}
-        table["model"]["dropout"] = None
-        self.content = json.dumps(table)
-        try:
-            self.library = library.Tokenizer.from_str(self.content)
-        except Exception as error:  # of no kind of its own
-            raise ValueError(str(error)) from None
-        self.library.encode_special_tokens = True  # as ordinary text
-        check_steps(json.loads(self.library.to_str()))
-        added, letters = self.library.get_added_tokens_decoder(), byte_letters()
-        self.special = {t.content: i for i, t in added.items() if t.special}
-        self.tokens = {i: t.content.encode() for i, t in added.items()}
-        for token, i in self.library.get_vocab(False).items():
-            with contextlib.suppress(KeyError):  # one of other letters, which never occurs
-                self.tokens.setdefault(i, bytes(map(letters.__getitem__, token)))
-        lacking = {bytes([i]) for i in range(256) if i not in NEVER} - set(self.tokens.values())
-        if lacking:
-            raise ValueError(f"{len(lacking)} of the bytes of UTF-8 have no token, such as "
-                             f"{min(lacking)!r}")
-        self.n_vocab, self.special_tokens_set = max(self.tokens) + 1, set(self.special)
-
-    def __reduce__(self):
-        return HuggingFace, (self.content,)
-
-    def encode_to_numpy(self, text: str, **_) -> np.ndarray:
-        """The ids of a text, control tokens in it being text, the other added ones not."""
-        text.encode()  # half a surrogate is a UnicodeEncodeError, as it is in tiktoken
-        return np.array(self.library.encode(text, add_special_tokens=False).ids, np.uint32)
-
-    def encode_single_token(self, token: str) -> int:
-        """The id of a control token."""
-        return self.special[token]
-
-    def decode_single_token_bytes(self, token: int) -> bytes:
-        """The bytes of an id. Raises KeyError where it has none."""
-        return self.tokens[token]
-
-
-def import_library():
-    """The library tokenizers. Raises UserError where it is not installed."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError("a tokenizer.json needs the library of that format: pip install tokenizers"
-                        ) from None
-    return tokenizers
-
-
-def check_steps(table: dict) -> None:
-    """Raise ValueError if a tokenizer.json is of another kind than ours: the true reason."""
-    model, normalizer = table["model"], table["normalizer"]
-    if model["type"] != "BPE" or model["byte_fallback"]:
-        raise ValueError(f"its model is {model['type']}, not byte-level BPE")
-    if normalizer not in (None, {"type": "NFC"}):
-        raise ValueError(f"its normalizer is {normalizer['type']}, not NFC or none")
-    steps = table["pre_tokenizer"] or {"type": "none"}
-    steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
-    if steps[-1]["type"] != "ByteLevel":
-        raise ValueError(f"its pre-tokenizer ({' + '.join(step['type'] for step in steps)}) does "
-                         "not end in ByteLevel")
-    if any(step.get("add_prefix_space") for step in steps):
-        raise ValueError("its ByteLevel adds a space before a text (add_prefix_space)")
-
-
 def from_huggingface(path: Path, name: str) -> Tokenizer:
     """A tokenizer.json of a byte-level BPE."""
     encoding = HuggingFace(path.read_text(encoding="utf-8"))
@@ -540,13 +465,6 @@ def merge_ranks(vocab: dict[str, int], merges: list[list[str]]) -> dict[bytes, i
     return ranks
 
 
-def byte_letters() -> dict[str, int]:
-    """GPT-2's letter for each byte: itself where it prints in Latin-1, else from U+0100 on."""
-    prints = {i for i in range(256) if chr(i).isprintable() and chr(i) != " "}
-    others = [i for i in range(256) if i not in prints]
-    return {chr(i): i for i in prints} | {chr(256 + n): i for n, i in enumerate(others)}
-
-
 def build(name: str, ranks: dict[bytes, int], pattern: str, special: dict[str, int],
           nfc: bool, added: Iterable[str] = ()) -> Tokenizer:
     """A tokenizer of tiktoken's from its parts."""
@@ -556,11 +474,3 @@ def build(name: str, ranks: dict[bytes, int], pattern: str, special: dict[str, i
     )
     rows = QWEN_ROWS if end == QWEN_EOS == len(ranks) else 0  # Qwen's models have some to spare
     return Tokenizer(name, encoding, end, rows, nfc, added)
-
-
-def end_of_document(special: dict[str, int]) -> int:
-    """EOS, among the ids of control tokens."""
-    for end in ENDS:
-        if end in special:
-            return special[end]
-    raise ValueError(f"no end of document among its special tokens ({' or '.join(ENDS)})")
