@@ -427,17 +427,17 @@ def prepare_python(out_dir: str = "data/python") -> None:
     print(f"wrote {out_dir}: " + ", ".join(f"{n:,} {s} tokens" for s, n in meta["tokens"].items()))
 
 
-def ensure_python(rank: int = 0, seconds: int = 120) -> None:
+def ensure_python(rank: int = 0, seconds: float = 120) -> None:
     """The default data set where train.py looks for it: if it is missing, the process of rank 0
     prepares it and the others wait. Raises UserError after `seconds`."""
     meta = Path("data/python/meta.json")
     if rank == 0 and not meta.exists():
         prepare_python()
-    for _ in range(10 * seconds):
-        if meta.exists():
-            return
+    start = time.monotonic()
+    while not meta.exists():
+        if time.monotonic() - start > seconds:
+            raise UserError(f"{meta}: not there after {seconds} s")
         time.sleep(0.1)
-    raise UserError(f"{meta}: not there after {seconds} s")
 
 
 def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:

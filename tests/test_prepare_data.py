@@ -473,6 +473,23 @@ def test_the_default_corpus_is_megabytes_of_distinct_english(python_data):
     assert "copyright" not in text.lower() and ">>>" not in text
 
 
+def test_only_rank_0_prepares_the_default_corpus_and_the_others_wait(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    def prepare_python():
+        calls.append(1)
+        write_jsonl(Path("a.jsonl"), ["text"]).replace("data/python/meta.json")
+
+    monkeypatch.setattr(prepare_data, "prepare_python", prepare_python)
+    with pytest.raises(UserError, match="meta.json: not there after 0.1 s"):
+        prepare_data.ensure_python(1, 0.1)
+    Path("data/python").mkdir(parents=True)
+    for rank in (0, 0, 1):
+        prepare_data.ensure_python(rank)
+    assert len(calls) == 1
+
+
 def test_the_command_without_arguments_gives_the_same_bytes(tmp_path, monkeypatch):
     paths = {"stdlib": str(Path(json.__file__).parent)}  # a small part of it
     monkeypatch.setattr(documents.sysconfig, "get_paths", lambda: paths)

@@ -101,7 +101,7 @@ class Tokenizer:
         try:
             ids = [encode(piece, allowed_special=self.added, disallowed_special=())
                    for piece in pieces([text])]
-        except UnicodeEncodeError:  # JSON can hold half a surrogate pair: it becomes U+FFFD
+        except UnicodeEncodeError:  # half a surrogate pair, of a command line: it becomes U+FFFD
             whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return self.encode_array(whole)
         return np.concatenate([np.empty(0, np.uint32), *ids])
@@ -125,16 +125,16 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """Equal for tokenizers that give and mean the same ids, wherever they come from.
 
-        A digest of EOS, of the bytes of each id but those of control tokens, and of how a short
-        text is split.
+        A digest of EOS, of the bytes of each id but those of control tokens, of which the same
+        table has more or fewer in other files, and of how a short text is split.
         """
         digest = hashlib.sha256(f"{self.eos_id} {self.encode(PROBE)}".encode())
         control = {self.encoding.encode_single_token(token)
                    for token in self.encoding.special_tokens_set - self.added}
         for i in range(self.vocab_size):
-            if i not in control:
-                token = self._token_bytes(i)
-                digest.update(b"%d %d " % (i, len(token)) + token)
+            with contextlib.suppress(KeyError):  # of no token
+                token = b"" if i in control else self.encoding.decode_single_token_bytes(i)
+                digest.update(b"%d %d " % (i, len(token)) + token if token else b"")
         return digest.hexdigest()[:16]
 
 
@@ -156,11 +156,11 @@ def tokenizer_of(meta: dict, folder: str | Path, override: str | None = None) ->
             raise UserError(f"tokenizer {name}: no such file or folder; --tokenizer=PATH names it "
                             "where it is now")
     tokenizer = get_tokenizer(name)
-    wanted = meta.get("fingerprint", found := tokenizer.fingerprint())
-    if wanted != found:
-        raise UserError(f"tokenizer {name} has the fingerprint {found}, but {folder} was made with "
-                        f"{meta['tokenizer']}, of the fingerprint {wanted}: the same ids would "
-                        "mean other text; --tokenizer=PATH names the right one")
+    ours = {"tokenizer": name, "fingerprint": tokenizer.fingerprint(),
+            "vocab_size": tokenizer.model_rows, "eos_id": tokenizer.eos_id}
+    if said := other_ids(ours, {"fingerprint": ours["fingerprint"]} | meta):
+        raise UserError(f"tokenizer {name}: {said[0]}, but {folder} was made with {said[1]}: the "
+                        "same ids would mean other text; --tokenizer=PATH names the right one")
     return tokenizer
 
 

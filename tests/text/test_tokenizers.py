@@ -358,9 +358,20 @@ def test_another_tokenizer_of_the_same_size_is_refused_with_both_named(tmp_path)
     meta["fingerprint"] = mine.fingerprint()
     assert other_ids(meta, meta | {"tokenizer": "tokenizer/encoder.json"}) is None
     other = write_pair(tmp_path / "other", learn(TEXT[::-1], len(MERGES)))
-    wanted = f"other has .*, but .*mine, of the fingerprint {meta['fingerprint']}"
+    wanted = rf"=.*other \(fingerprint=.*, but .*=.*mine \(fingerprint={meta['fingerprint']}\)"
     with pytest.raises(UserError, match=wanted):
         tokenizer_of(meta, tmp_path, other)
     write_pair(tmp_path / "mine", learn(TEXT[::-1], len(MERGES)))
-    with pytest.raises(UserError, match="mine has the fingerprint"):
+    with pytest.raises(UserError, match="the same ids would mean other text"):
         tokenizer_of(meta, tmp_path)
+    with pytest.raises(UserError, match="eos_id=406, but .* was made with eos_id=405"):
+        tokenizer_of({k: v for k, v in meta.items() if k != "fingerprint"} | {"eos_id": 405}, "")
+
+
+def test_more_control_tokens_make_no_other_tokenizer():
+    """A .tiktoken file has none, tiktoken's cl100k_base has five."""
+    ranks = {bytes([i]): i for i in range(256)}
+    one, two, other = (
+        tokenizers.build("x", ranks, GPT2_PATTERN, {"<|endoftext|>": end} | more, False)
+        for end, more in ((300, {}), (300, {"<|pad|>": 290, "<|end|>": 310}), (301, {})))
+    assert one.fingerprint() == two.fingerprint() != other.fingerprint()
