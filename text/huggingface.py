@@ -52,7 +52,9 @@ class HuggingFace:
     def encode_to_numpy(self, text: str, **_) -> np.ndarray:
         """The ids of a text, control tokens in it being text, the other added ones not."""
         text.encode()  # half a surrogate is a UnicodeEncodeError, as it is in tiktoken
-        return np.array(self.library.encode(text, add_special_tokens=False).ids, np.uint32)
+        # twice as fast as encode, since without positions
+        (encoded,) = self.library.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoded.ids, np.uint32)
 
     def encode_single_token(self, token: str) -> int:
         """The id of a control token."""
@@ -68,8 +70,8 @@ def import_library():
     try:
         import tokenizers
     except ImportError:
-        raise UserError("a tokenizer.json needs the library of that format: pip install tokenizers"
-                        ) from None
+        raise UserError("a tokenizer.json needs the library of its format, 0.20 or later: "
+                        "pip install tokenizers") from None
     return tokenizers
 
 
