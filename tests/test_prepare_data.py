@@ -1,4 +1,4 @@
-"""prepare_data.py: the files hold the text and nothing else. Numbers are those of real reports."""
+"""prepare_data.py: the files hold the text and nothing else."""
 
 from __future__ import annotations
 
@@ -181,12 +181,18 @@ def test_strip_works_across_the_strings_of_a_text():
 # --- tokenizers
 
 
-def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path):
-    write_qwen_like(tmp_path / "qwen.tiktoken")
+@pytest.fixture(scope="module")
+def qwen_like(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("table") / "qwen.tiktoken"
+    write_qwen_like(path)
+    return path
+
+
+def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path, qwen_like):
     source = write_jsonl(tmp_path / "a.jsonl", ["a zz ba é"])
-    out = prep(source, "--val_fraction=0", f"--tokenizer={tmp_path / 'qwen.tiktoken'}")
+    out = prep(source, "--val_fraction=0", f"--tokenizer={qwen_like}")
     ids = read_ids(out)
-    tokenizer = get_tokenizer(str(tmp_path / "qwen.tiktoken"))
+    tokenizer = get_tokenizer(str(qwen_like))
     assert list(ids) == [*tokenizer.encode("a zz ba é"), 151_643]
     assert sum(ids > 65_535) == 4 and tokenizer.decode(ids) == "a zz ba é"
     assert (out / "train.bin").stat().st_size == 4 * len(ids)
@@ -237,8 +243,7 @@ def test_help_and_imports_need_no_network():
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells its peak memory on Linux")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """As in the report, but with 3 and 15 MB of the byte tokenizer: a leak would be 12 MB of text
-    and as many ids, in lists of 8 bytes each."""
+    """With 3 and 15 MB: a leak would be 12 MB of text and as many ids of 8 bytes, in lists."""
     lines = ["".join(random.Random(i).choices("abcdefg hij klm.", k=99)) + "\n" for i in range(999)]
     code = (
         "import sys; sys.path.insert(0, sys.argv.pop(1)); import prepare_data\n"
@@ -348,10 +353,9 @@ def test_every_document_ends_with_the_eos_of_the_meta_data(tmp_path):
     assert json.loads((out / "meta.json").read_text(encoding="utf-8"))["eos_id"] == EOS
 
 
-def test_qwen_in_files_and_model(tmp_path):
-    write_qwen_like(tmp_path / "qwen.tiktoken")
+def test_qwen_in_files_and_model(tmp_path, qwen_like):
     source = write_jsonl(tmp_path / "a.jsonl", ["a", "bc", "def"])
-    out = prep(source, "--val_fraction=0", f"--tokenizer={tmp_path / 'qwen.tiktoken'}")
+    out = prep(source, "--val_fraction=0", f"--tokenizer={qwen_like}")
     meta, ids = json.loads((out / "meta.json").read_text(encoding="utf-8")), read_ids(out)
     assert meta["eos_id"] == 151_643 and (ids == 151_643).sum() == 3 and ids[-1] == 151_643
     sizes = dict(n_layer=1, n_embd=8, n_head=1, n_kv_head=1, head_dim=8, n_hidden=8, n_channels=1)
