@@ -66,7 +66,8 @@ def keep_previous(folder: Path) -> Path | None:
         n += 1
     try:
         previous.mkdir()
-        for name in ("log.csv", "best.pt", "ckpt.pt"):  # the last one is what makes it a run
+        # the last one is what makes it a run
+        for name in ("log.csv", "tokenizer", "best.pt", "ckpt.pt"):
             if (folder / name).exists():
                 os.replace(folder / name, previous / name)
     except OSError as error:

@@ -42,6 +42,7 @@ from measure.timing import check, device_name, machine, write_json
 from model import Decoder
 from solvers import Report
 from text.rows import load_meta, open_tokens, to_device
+from text.tokenizer import other_ids
 from train import pick_device, pick_dtype
 
 SPLITS = ("train", "val", "test")
@@ -182,11 +183,9 @@ class PerplexityConfig:
 def load_windows(c: PerplexityConfig, model: Decoder, checkpoint: dict) -> tuple[Path, Windows]:
     """The file that is scored. Raises UserError if it is not of the checkpoint's tokenizer."""
     folder, meta = load_meta(c.dataset or checkpoint["config"]["dataset"])
-    for name in ("tokenizer", "vocab_size", "eos_id"):
-        if meta[name] != checkpoint["meta"][name]:
-            raise UserError(f"{folder} has {name}={meta[name]}, {c.out_dir} was trained with "
-                            f"{name}={checkpoint['meta'][name]}: perplexities of other tokens "
-                            "mean nothing")
+    if said := other_ids(meta, checkpoint["meta"]):
+        raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}: "
+                        "perplexities of other tokens mean nothing")
     path = folder / f"{c.split}.bin"
     block_size = c.block_size or checkpoint["config"]["block_size"]
     # the tokenizer's own vocabulary: the model's is padded

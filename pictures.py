@@ -32,7 +32,7 @@ from evaluate import Windows
 from model import Decoder, ModelConfig, rms_norm
 from sample import read_text
 from text.rows import load_meta
-from text.tokenizer import Tokenizer, get_tokenizer
+from text.tokenizer import Tokenizer, other_ids, tokenizer_of
 from train import pick_device
 
 PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"
@@ -466,6 +466,7 @@ class ConnectomeConfig:
     """What `pictures.py connectome` takes."""
 
     out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
+    tokenizer: str | None = key(None, "its name or path; None: the copy beside the checkpoint")
     text: str | None = key(None, "a file whose text the model reads; None: rows of its data set")
     split: str = key("val", "train, val or test, of the data set")
     rows: int = key(8, "at most so many rows of block_size tokens")
@@ -522,9 +523,8 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
     T = checkpoint["config"]["block_size"]
     if c.text is None:
         folder, meta = load_meta(checkpoint["config"]["dataset"])
-        if meta["tokenizer"] != checkpoint["meta"]["tokenizer"]:
-            raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {c.out_dir} was trained "
-                            f"on {checkpoint['meta']['tokenizer']}")
+        if said := other_ids(meta, checkpoint["meta"]):
+            raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}")
         windows = Windows(folder / f"{c.split}.bin", meta, T,
                           checkpoint["model_config"]["vocab_size"], c.rows)
         ids = windows.tokens[:-1].tolist()
@@ -581,7 +581,7 @@ def connectome(c: ConnectomeConfig):
     if model.config.kv != "whitematter":
         raise UserError(f"{c.out_dir}: kv={model.config.kv}, but only whitematter's routers are "
                         "drawn")
-    tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
+    tokenizer = tokenizer_of(checkpoint["meta"], c.out_dir, c.tokenizer)
     x = read_connectome(c, model, connectome_rows(c, checkpoint, tokenizer))
     if not x.alpha.isfinite().all():
         raise UserError(f"{c.out_dir}: mixing weights that are not finite; the checkpoint is "

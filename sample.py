@@ -30,8 +30,8 @@ from checkpoint import load_model
 from decoding import SOLVERS, TOLERANCE, Stats, check_choice, generate
 from kernels import accelerate
 from model import Decoder
-from prepare_data import Tokenizer, get_tokenizer
 from solvers import evaluation_schedule
+from text.tokenizer import Tokenizer, tokenizer_of
 from train import pick_device, pick_dtype
 
 
@@ -40,6 +40,7 @@ class SampleConfig:
     """What the command line takes."""
 
     out_dir: str = key("out", "folder with ckpt.pt, or a checkpoint file")
+    tokenizer: str | None = key(None, "its name or path; None: the copy beside the checkpoint")
     start: str = key("\n", "the prompt, or FILE:path; default a line feed, empty: a new document")
     prompts: str | None = key(None, "a file with a prompt on each line, in place of start")
     interactive: bool = key(False, "continue one line after the other, as they are typed")
@@ -162,7 +163,7 @@ class Writer:
         self.dtype = pick_dtype(c.dtype, self.device)
         model, checkpoint = load_model(c.out_dir, self.device)
         self.fast = accelerate(model, self.dtype, graph=c.graph)
-        self.tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
+        self.tokenizer = tokenizer_of(checkpoint["meta"], c.out_dir, c.tokenizer)
         self.eos_id = checkpoint["meta"]["eos_id"]
         self.block_size = checkpoint["config"]["block_size"]
 

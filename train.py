@@ -47,6 +47,7 @@ from running.processes import Lost, Processes
 from running.start import check_data, restore, starting_point
 from solvers import solve
 from text.rows import TokenRows, load_meta
+from text.tokenizer import copy_tokenizer
 
 # ---- the two halves of a step, each a CUDA graph where there is one
 
@@ -120,14 +121,14 @@ class Trainer:
         state, resumes = starting_point(c)
         if c.dataset == "python":
             ensure_python(processes.rank)
-        folder, self.meta = load_meta(c.dataset)
+        self.folder, self.meta = load_meta(c.dataset)
         if state is not None:
             check_data(c, self.meta, state)
         self.model_config = model_config(c, self.meta, None if resumes else state)
-        self.rows = TokenRows(folder / "train.bin", self.meta, c.block_size, c.seed)
+        self.rows = TokenRows(self.folder / "train.bin", self.meta, c.block_size, c.seed)
         self.val_rows = None
         if c.eval_rows > 0:
-            self.val_rows = TokenRows(folder / "val.bin", self.meta, c.block_size, None)
+            self.val_rows = TokenRows(self.folder / "val.bin", self.meta, c.block_size, None)
             self.check_ids()
         processes.start(self.device)
         torch.manual_seed(c.seed)
@@ -193,6 +194,7 @@ class Trainer:
             save_checkpoint(self.path, self.state())
             if best:
                 keep_copy(self.path, self.path.with_name("best.pt"))
+            copy_tokenizer(self.meta, self.folder, self.path.parent)
         self.saved = self.step
 
     def gradient(self) -> Tensor:

@@ -28,6 +28,7 @@ from measure.flops import flops_per_token, store_flops
 from measure.timing import check, empty, environment, machine, measure, synchronise, write_json
 from model import Decoder, ModelConfig
 from solvers import cyclic, evaluation_schedule, interleave
+from text.tokenizer import other_ids
 
 CLOSE = 0.01  # perplexity counts as converged within 1 % of the exact one
 RESIDUALS_OF = (1, 4, 8, 16)  # groups, in the table of residuals
@@ -77,9 +78,8 @@ def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
         raise UserError(f"{c.out_dir}: kv={model.config.kv} is exact in one pass, there is no "
                         "schedule to compare")
     folder, meta = train.load_meta(checkpoint["config"]["dataset"])
-    if meta["tokenizer"] != checkpoint["meta"]["tokenizer"]:
-        raise UserError(f"{folder} holds {meta['tokenizer']} tokens, {c.out_dir} was trained on "
-                        f"{checkpoint['meta']['tokenizer']}")
+    if said := other_ids(meta, checkpoint["meta"]):
+        raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}")
     rows = train.TokenRows(folder / "val.bin", meta,
                            c.block_size or checkpoint["config"]["block_size"], None)
     return model, *rows.batch(0, min(c.rows, rows.n_rows), device)

@@ -20,7 +20,7 @@ from decoding import SOLVERS, Schedule, generate, schedule_of
 from kernels import accelerate
 from measure.timing import check, device_name, machine, write_json
 from model import Decoder, upcast
-from text.tokenizer import Tokenizer, get_tokenizer
+from text.tokenizer import Tokenizer, tokenizer_of
 from train import pick_device, pick_dtype
 
 PAPER_CONTEXT = 1024  # tokens, of its downstream tasks
@@ -141,6 +141,7 @@ class DownstreamConfig:
     """What `evaluate.py downstream` takes."""
 
     out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
+    tokenizer: str | None = key(None, "its name or path; None: the copy beside the checkpoint")
     tasks: str = key("lambada_openai,wikitext,piqa,winogrande,boolq,hellaswag,arc_easy,"
                      "arc_challenge,openbookqa", "names that the harness knows, comma separated")
     task_dir: str | None = key(None, "a folder with tasks of your own (.yaml)")
@@ -276,7 +277,7 @@ def downstream_command(argv: list[str]):
     dtype = pick_dtype(c.dtype, device)
     model, checkpoint = load_model(c.out_dir, device)
     schedule = schedule_of(c, model, dtype)
-    tokenizer = get_tokenizer(checkpoint["meta"]["tokenizer"])
+    tokenizer = tokenizer_of(checkpoint["meta"], c.out_dir, c.tokenizer)
     fast = accelerate(model, dtype, graph=False)
     trained = checkpoint["config"]["block_size"]
     context = min(trained, PAPER_CONTEXT) if c.context is None else c.context

@@ -18,8 +18,8 @@ from checkpoint import save_checkpoint
 from configurator import UserError
 from kernels import accelerate
 from model import ModelConfig
-from prepare_data import get_tokenizer
 from solvers import autoregressive, one_pass
+from text.tokenizer import get_tokenizer
 
 TINY = dict(vocab_size=320, eos_id=256, n_layer=2, n_embd=32, n_head=2, n_kv_head=1, head_dim=16,
             n_hidden=64, n_channels=2, router_stride=1, n_groups=4)
