@@ -21,7 +21,7 @@ import typing
 from pathlib import Path
 
 # Scripts import this file before torch, which reads it: on a busy machine threads that spin while
-# they wait for one that is not scheduled make a step up to 90 times as long
+# they wait for one that is not scheduled take its processor. Fewer rounds cost time on a quiet one.
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "10000"
 

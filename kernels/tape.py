@@ -5,7 +5,7 @@ A cyclic pass of g groups writes g times to a cache that every later step reads,
 needs what each read has seen. In place of a copy for each write, the cache remembers what a write
 overwrote, and the backward pass, which meets writes and reads in reverse order, puts it back. The
 gradient of the cache is one running sum in the same layout: reads add to it, a write takes its own
-part out. So a backward pass uses a cache up, and k=16 trains in a 16th of the memory.
+part out. So a backward pass uses a cache up.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class TapeCache(Cache):
         self.link = Collect.apply(self.tape.sink_gradient, k, *(sink or ())).requires_grad_()
 
     def put(self, columns: slice | Tensor, k: Tensor, v: Tensor, first: int = 0):
+        """`Cache.put`; remembered while gradients are recorded."""
         channels = slice(None) if len(k) == len(self.k) else slice(first, first + len(k))
         where = channels, slice(None), columns
         if isinstance(columns, Tensor):

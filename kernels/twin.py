@@ -41,14 +41,15 @@ class Twin:
     def embed_tokens(self, idx: Tensor) -> Tensor:
         return F.embedding(idx, self.embed.weight).to(self.dtype)
 
+    def empty(self, B: int, S: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for keys and values, (C, B, S, Hkv, d) each."""
+        shape = self.n_channels, B, S, self.config.n_kv_head, self.config.head_dim
+        return tuple(like.new_zeros(shape, dtype=self.dtype) for _ in range(2))
+
     def new_cache(self, B: int, S: int, like: Tensor) -> TapeCache:
-        c = self.config
-        k, v = (like.new_zeros(self.n_channels, B, S, c.n_kv_head, c.head_dim, dtype=self.dtype)
-                for _ in range(2))
-        if not isinstance(self, WhiteMatter):
-            return TapeCache(k, v)
-        plain = super().new_cache(1, 1, like)  # for its sink
-        return TapeCache(k, v, plain.sink)
+        """`Decoder.new_cache`, on a tape; the dummy's channels are the model's own."""
+        sink = super().new_cache(1, 1, like).sink if isinstance(self, WhiteMatter) else None
+        return TapeCache(*self.empty(B, S, like), sink)
 
     def logits(self, h: Tensor) -> Tensor:
         return F.linear(rms_norm(h, self.norm.weight), self.embed_copy)
@@ -99,16 +100,15 @@ class TwinPool:
     """WhiteMatter's cache, whose pool is folded once for many writes."""
 
     def new_cache(self, B: int, S: int, like: Tensor) -> TapeCache:
-        c, pool = self.config, self.kv_pool
-        k, v = (like.new_zeros(self.n_channels, B, S, c.n_kv_head, c.head_dim, dtype=self.dtype)
-                for _ in range(2))
+        """`WhiteMatter.new_cache`, on a tape."""
+        pool = self.kv_pool
         folded, sink = Folded(pool.key, pool.value, self.dtype), None
         if self.has_dummy:  # at position 0, where nothing is rotated
             source = pool.dummy.to(self.dtype).expand(1, 1, -1)
             keys, values = folded.channels([source] * pool.n_sources)[:, :, 0, 0].unflatten(
                 -1, pool.heads)
             sink = rms_norm(keys, pool.key_norm[:, None]), values
-        return TapeCache(k, v, sink, folded)
+        return TapeCache(*self.empty(B, S, like), sink, folded)
 
     def store(self, h: list[Tensor], rows: Rows, cache: TapeCache):
         projected = cache.folded.channels(h[self.sources])

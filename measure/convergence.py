@@ -55,7 +55,7 @@ class PrefillConfig:
     dtype: str = key("auto", "of the timed runs: auto (bfloat16 on cuda), float32 or bfloat16")
     passes_dtype: str = key("float32", "of the runs whose passes are counted; bfloat16 is faster "
                             "on cuda, but Jacobi's rounding errors grow in it")
-    compile: bool | None = key(None, "torch.compile small pieces; None: of given schedules on cuda")
+    compile: bool | None = key(None, "as for train.py")
     graph: bool = key(True, "on cuda: a CUDA graph of the whole prefill, or of a token's step")
     seed: int = key(1337, "of the random model and tokens")
     json: str | None = key(None, "write the results to this file (-: to stdout)")
@@ -409,6 +409,7 @@ class Prefill:
         self.solution = self.schedule(self.model, self.idx, keep_cache=True)
 
     def prepare_steps(self):
+        """Decoding on an empty cache, from the first column on."""
         from kernels.graphs import steps_of
         B, self.replays = self.idx.shape
         self.column = self.idx.new_zeros(1)

@@ -60,7 +60,8 @@ class TrainConfig:
     n_grad: int | None = key(None, "passes with gradients; None: 2", of="kv")
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
     dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16: autocast")
-    compile: bool | None = key(None, "torch.compile and, on cuda, a CUDA graph; None: on cuda")
+    compile: bool | None = key(None, "torch.compile and, on cuda, kernels and a CUDA "
+                              "graph; None: on cuda")
     kernels: bool = key(True, "Triton kernels, on cuda in half precision; false: plain PyTorch")
     seed: int = key(1337, "of weights and row order")
     wandb: bool = key(False, "log to Weights & Biases too (pip install wandb)")

@@ -414,12 +414,14 @@ def test_flops_of_a_single_layer(mode):
 
 @pytest.mark.parametrize("w, printed", [(4, (1.421, 0.935, 0.173)), (7, (1.174, 0.738, 0.175))])
 def test_flops_of_lckv_beside_the_papers(w, printed):
-    """Within 0.1 %, but for prefill, where the paper's is 0.2 % higher. In training, queries that
-    nobody asks for in the passes before the last have no backward pass here."""
+    """Within one of the last digit, but for prefill, where the paper's is 0.2 % higher; and if the
+    queries that nobody asks for, in the pass before the last, had a backward pass, as they have
+    where queries, keys and values are one product."""
     c = ModelConfig(kv="lckv", lckv_w=w, n_groups=1, n_nograd=7, n_grad=2)
     for mode, theirs in zip(MODES, printed):
         ours = flops_per_token(c, 2048, mode) / 1e9
-        assert ours == pytest.approx(theirs, abs=0.0025 if mode == "prefill" else 0.0015)
+        unasked = 2 * 2 * 512 * 576 / 1e9 * (mode == "training")
+        assert ours + unasked == pytest.approx(theirs, abs=0.0025 if mode == "prefill" else 0.001)
 
 
 def test_flops_by_hand():
