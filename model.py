@@ -183,6 +183,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.n_embd)
         self.n_channels = config.n_layer
         self.iterated = (0, config.n_layer)  # the layers that every pass of a solver runs again
+        self.n_idle = 0  # of them, those at the top that no channel is made of: the last pass's
 
     def has_kv(self, layer: int) -> bool:
         """Does this block project keys and values itself?"""

@@ -119,6 +119,7 @@ class WhiteMatter(Decoder):
         self.n_channels = config.n_channels
         self.has_dummy = config.dummy
         self.sources = slice(0, self.kv_pool.n_sources)
+        self.n_idle = 1 - config.top_output  # the last block
 
     def init_weights(self):
         super().init_weights()

@@ -149,9 +149,8 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
     groups = rows.split(n_groups)
     first, end = model.iterated
     below = [model.embed_tokens(idx)]  # (B, T, D)
-    layers, whole = (), None  # all of them; or those of a pass, and the cache of all
+    whole = None  # the cache of all layers, if a pass runs but some
     if end - first < len(model.blocks):
-        layers = first, end
         whole = model.new_cache(*idx.shape, like=below[0]) if keep_cache else None
         below = model.states(below[0], rows, whole, 0, first)
     xs = [below[-1][:, group.columns].contiguous() for group in groups]  # (B, T/g, D) each
@@ -165,15 +164,17 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
             cache = pool_all(model, parts, groups, whole)
             for t in range(n_passes):
                 old = list(parts)
+                last = last_phase and (t + 1 == n_passes or tol is not None)
+                top = end if last else end - model.n_idle
                 for q, group in enumerate(groups):
-                    parts[q] = model.states(xs[q], group, cache, *layers)
+                    parts[q] = model.states(xs[q], group, cache, first, top)
                     # the last group of a phase is read by nobody but the caller
                     if t + 1 < n_passes or q + 1 < len(groups) or (last_phase and keep_cache):
                         model.store(parts[q], group, cache)
                 report.add(parts, old, model.sources, measure)
                 if not records and report.converged:
                     break
-    if layers:
+    if end - first < len(model.blocks):
         h = [interleave(list(states), dim=1) for states in zip(*parts)]
         above = model.states(h[-1], rows, whole, end)
         parts = [[*below[:-1], *h, *above[1:]]]

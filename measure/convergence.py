@@ -122,7 +122,7 @@ class PassLosses:
     """Watches `model.states` during a cyclic solve and takes the loss after every pass, which is
     the last one if `enough` says so of its loss.
 
-    Where the passes run a part of the stack, the layers above it run for every loss.
+    All layers run in every pass then, also those that only the last one needs.
     """
 
     def __init__(self, model: Decoder, targets: Tensor, n_groups: int,
@@ -140,15 +140,16 @@ class PassLosses:
         return kind is Enough
 
     def __call__(self, x: Tensor, rows: Rows, cache: Cache, *layers: int) -> list[Tensor]:
-        h = self.states(x, rows, cache, *layers)
         if rows.complete:  # the layers below and above, which run once
             self.rows = rows
-            return h
+            return self.states(x, rows, cache, *layers)
+        first, end = self.model.iterated
+        h = self.states(x, rows, cache, first, end)
         self.parts.append(h[-1])
         if len(self.parts) == self.n_groups:
             final, self.parts = interleave(self.parts, dim=1), []
-            if layers:
-                final = self.states(final, self.rows, None, layers[1])[-1]
+            if end < len(self.model.blocks):
+                final = self.states(final, self.rows, None, end)[-1]
             self.losses.append(self.model.loss(final, self.targets))
             if self.enough and self.enough(self.losses[-1]):
                 raise Enough

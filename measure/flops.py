@@ -112,6 +112,8 @@ def flops_per_token(config: ModelConfig, block_size: int, mode: str, head: bool 
     for m in phases or [n]:
         stored = (1 if condensed else 1 + m - last) * store + dummy
         total += run(middle, m) + stored
+    if c.kv == "whitematter" and not c.top_output:  # no channel is made of the last block
+        total -= (sum(phases or [n]) - 1) * run(slice(end - 1, end))
     if not training:
         return total
     total += sum(map(back, ends)) + n * back(middle) + 2 * stored

@@ -1,0 +1,227 @@
+"""
+Every system, and every schedule, on one corpus: `python -m studies.corpus COMMAND --key=value ...`
+
+    python -m studies.corpus systems --dataset=mine      # results/study.json
+    python -m studies.corpus schedules --dataset=mine    # results/schedules.json, Figure 5a
+    python -m studies.corpus plot                        # docs/study.png, docs/schedules.png
+
+A run is train.py over config/short.py (4,000 steps of 8 x 2,048 tokens; half as many for a
+schedule) and evaluate.py perplexity on all of the test set. The dataset is of GPT-2's tokens,
+65.5 M or more. A run whose record is in the JSON file is not made again, and one that was stopped
+goes on; so the same command may be given again until it has nothing left to do.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from configurator import UserError, key, run, run_command
+from configurator import parse as parse_settings
+from studies.jobs import Job, chosen, read_records, run_jobs
+
+SEEDS = 1337, 1338, 1339
+RATE = 2e-3  # of config/short.py
+SYSTEMS = ("vanilla16", "wm16", "wm16_k12", "wm16_k8", "wm16_k4", "wm16_k2", "wm16_k1",
+           "static16", "static16_k1", "nofeedback16", "lckv16_w4", "lckv16_w7", "feedback16",
+           "recurrent16", "fusedkv16", "fusedkv16_lite", "vanilla24")
+THREE_SEEDS = "vanilla16", "wm16", "wm16_k8", "wm16_k1"
+THREE_RATES = "vanilla16", "wm16_k8"
+GROUPS, NO_GRAD, GRAD = (1, 4, 8, 16), (1, 4, 2), (1, 2)  # the least telling come last
+JACOBI_ROWS = 320  # of the test set, for the three figures of a schedule
+
+
+@dataclass
+class StudyConfig:
+    """What `systems` and `schedules` take."""
+
+    dataset: str = key("corpus", "folder under data/")
+    only: str | None = key(None, "parts of names of runs, with commas; None: all")
+    list: bool = key(False, "print the names of the runs that are left, and end")
+    at_once: int = key(1, "runs side by side")
+    minutes: float | None = key(None, "time for all; then runs are stopped, to go on later")
+    folder: str = key("out/study", "where checkpoints and logs go")
+    json: str | None = key(None, "file of results; None: results/study.json or schedules.json")
+
+
+def job(c: StudyConfig, name: str, config: str, settings: dict, score: tuple[str, ...] = ()) -> Job:
+    """Training and score of a run."""
+    out = f"{c.folder}/{name}"
+    keys = [f"--{k}={v}" for k, v in settings.items()]
+    commands = [["train.py", f"config/{config}.py", "config/short.py", f"--dataset={c.dataset}",
+                 f"--out_dir={out}", "--init_from=auto", *keys],
+                ["evaluate.py", "perplexity", f"--out_dir={out}", f"--json={out}/score.json",
+                 *score]]
+    settings = {"seed": SEEDS[0], "learning_rate": RATE, **settings}
+    return Job(name, commands, lambda: {"config": config, **settings, **outcome(Path(out))})
+
+
+def outcome(out: Path) -> dict:
+    """What a run has left in its folder."""
+    with open(out / "log.csv", encoding="utf-8") as f:
+        validation = [[int(r["step"]), float(r["val_loss"])] for r in csv.DictReader(f)
+                      if r.get("val_loss")]
+    score = json.loads((out / "score.json").read_text(encoding="utf-8"))
+    kept = ("step", "targets", "loss", "perplexity", "training_schedule", "decoding", "jacobi",
+            "device", "dtype", "torch")
+    return {"validation": validation, **{k: score[k] for k in kept if k in score}}
+
+
+def systems(c: StudyConfig) -> Iterator[Job]:
+    """All systems with one seed; those that the paper rests on with three, two of them with half
+    and double the learning rate."""
+    for seed in SEEDS:
+        for config in SYSTEMS if seed == SEEDS[0] else THREE_SEEDS:
+            yield job(c, f"{config}-{seed}", config, {"seed": seed})
+    for rate in (RATE / 2, 2 * RATE):
+        for config in THREE_RATES:
+            yield job(c, f"{config}-{SEEDS[0]}-{rate:g}", config, {"learning_rate": rate})
+
+
+def schedules(c: StudyConfig) -> Iterator[Job]:
+    """The grid of the paper's Figure 5a, k = 8, with its three figures on the first rows."""
+    for n_nograd in NO_GRAD:
+        for n_grad in GRAD:
+            for g in GROUPS:
+                yield job(c, f"g{g}-{n_nograd}+{n_grad}", "wm16_k8",
+                          {"n_groups": g, "n_nograd": n_nograd, "n_grad": n_grad,
+                           "max_iters": 2000},
+                          ("--solver=paper", f"--limit_rows={JACOBI_ROWS}"))
+
+
+def study_command(argv: list[str], make, usage: str, file: str):
+    c = parse_settings(StudyConfig(), argv, usage)
+    if c.at_once < 1:
+        raise UserError(f"at_once={c.at_once}: at least 1 is needed")
+    path = c.json or file
+    jobs = chosen(make(c), c.only, path)
+    if c.list or not jobs:
+        print("\n".join(job.name for job in jobs) or f"{path}: nothing left to do")
+        return
+    run_jobs(jobs, path, Path(c.folder), c.at_once, c.minutes)
+
+
+def systems_command(argv: list[str]):
+    """All systems."""
+    study_command(argv, systems, "python -m studies.corpus systems: perplexity of every system",
+                  "results/study.json")
+
+
+def schedules_command(argv: list[str]):
+    """All schedules."""
+    study_command(argv, schedules, "python -m studies.corpus schedules: the grid of the paper's "
+                  "section \"Iteration schedules in training\"", "results/schedules.json")
+
+
+# ---- pictures
+
+@dataclass
+class PlotConfig:
+    """What `plot` takes."""
+
+    systems: str = key("results/study.json", "what `systems` has written")
+    schedules: str = key("results/schedules.json", "what `schedules` has written")
+    output: str = key("docs", "folder for study.png and schedules.png")
+
+
+def by_system(records: list[dict]) -> dict[str, list[float]]:
+    """Test perplexities of all seeds at the rate of the study."""
+    scores = {}
+    for r in records:
+        if r["learning_rate"] == RATE:
+            scores.setdefault(r["config"], []).append(r["perplexity"])
+    return scores
+
+
+def sizes(config: str) -> tuple[float, float]:
+    """Of a config: its cache, in that of vanilla16, and GFLOP of training per token."""
+    from configurator import read_config_file
+    from measure.flops import flops_per_token
+    from running.settings import TrainConfig
+    from train import model_config
+
+    c = TrainConfig()
+    for name, value in read_config_file(f"config/{config}.py", c).items():
+        setattr(c, name, value)
+    mc = model_config(c, {"vocab_size": 50257, "eos_id": 50256})
+    from baselines import plan
+    return len(plan(mc).channels) / 16, flops_per_token(mc, 2048, "training") / 1e9
+
+
+def plot_systems(records: list[dict], output: Path):
+    """Perplexity against the size of the cache, and against training FLOP."""
+    from pictures import plot, save
+
+    plt = plot()
+    fig, axes = plt.subplots(1, 2, figsize=(10, 4.4), sharey=True, layout="constrained")
+    colours = {"vanilla": "#000000", "wm": "#0072b2", "static": "#56b4e9", "nofeedback": "#009e73"}
+    for config, scores in by_system(records).items():
+        mean = statistics.mean(scores)
+        colour = next((c for k, c in colours.items() if config.startswith(k)), "#d55e00")
+        for ax, x in zip(axes, sizes(config)):
+            ax.errorbar(x, mean, [[mean - min(scores)], [max(scores) - mean]], fmt="o", ms=5,
+                        color=colour, capsize=3)
+            ax.annotate(label(config), (x, mean), (5, 3), textcoords="offset points", fontsize=8)
+    axes[0].set_xscale("log", base=2)
+    axes[0].set_xlabel("cache, in that of vanilla with 16 layers")
+    axes[0].set_ylabel("test perplexity (bars: lowest and highest of the seeds)")
+    axes[1].set_xlabel("training, GFLOP a token, without the head")
+    save(fig, str(output))
+
+
+def label(config: str) -> str:
+    """A config's name as the paper would say it."""
+    for old, new in (("wm16_", ""), ("wm16", "k16"), ("16_", " "), ("static16", "static k16"),
+                     ("static k1", "static k1"), ("_", " ")):
+        config = config.replace(old, new)
+    return config if config.startswith(("vanilla", "k", "static k16")) else config.replace("16", "")
+
+
+def plot_schedules(records: list[dict], output: Path):
+    """The paper's heat maps: each of the three figures over passes and groups."""
+    from pictures import plot, save
+
+    plt = plot()
+    rows = [(grad, nograd) for grad in GRAD for nograd in sorted(NO_GRAD)]
+    figures = {"best, schedule of training": lambda r: r["training_schedule"]["best"],
+               "as it would decode": lambda r: r["decoding"]["perplexity"],
+               "Jacobi passes to within 1 %": lambda r: r["jacobi"]["passes_to_best"]}
+    fig, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
+    for ax, (title, figure) in zip(axes, figures.items()):
+        table = [[float("nan")] * len(GROUPS) for _ in rows]
+        for r in records:
+            place = rows.index((r["n_grad"], r["n_nograd"])), GROUPS.index(r["n_groups"])
+            table[place[0]][place[1]] = figure(r) or float("nan")
+        ax.imshow(table, cmap="viridis_r", aspect="auto")
+        for i, line in enumerate(table):
+            for j, x in enumerate(line):
+                ax.text(j, i, f"{x:.4g}" if x == x else "-", ha="center", va="center", fontsize=8,
+                        bbox=dict(boxstyle="round,pad=0.15", fc="white", ec="none", alpha=0.8))
+        ax.set_xticks(range(len(GROUPS)), ["Jacobi", *(f"g={g}" for g in GROUPS[1:])])
+        ax.set_yticks(range(len(rows)), [f"{nograd} + {grad}" for grad, nograd in rows])
+        ax.set_title(title)
+        ax.grid(False)
+    axes[0].set_ylabel("passes without + with gradients")
+    save(fig, str(output))
+
+
+def plot_command(argv: list[str]):
+    """Pictures of both."""
+    c = parse_settings(PlotConfig(), argv, "python -m studies.corpus plot: what the studies found")
+    for file, draw, name in ((c.systems, plot_systems, "study.png"),
+                             (c.schedules, plot_schedules, "schedules.png")):
+        records = read_records(file)
+        if records:
+            draw(records, Path(c.output) / name)
+        else:
+            print(f"{file}: no results yet")
+
+
+COMMANDS = {"systems": systems_command, "schedules": schedules_command, "plot": plot_command}
+
+if __name__ == "__main__":
+    run(lambda argv: run_command(COMMANDS, argv, __doc__))

@@ -1,0 +1,412 @@
+"""
+How far a state travels from deep layers to shallow ones.
+
+    python -m studies.state_tracking train --kv=feedback --schedule=32x0+1 --json=one.json
+    python -m studies.state_tracking all --at_once=8          # results/state_tracking.json
+    python -m studies.state_tracking plot                     # docs/state_tracking.png
+
+A row is T random elements of a group; the target at each position is the product so far. For S5,
+which is not solvable, a Transformer of fixed depth cannot do that for long rows, as each layer adds
+only so much (Merrill and Sabharwal, 2023, under the usual conjecture); Z60, which is commutative,
+is the control. A model that hands each token's last state to the first layers of the next one can,
+if its training lets a state travel: a cyclic pass of g groups takes it over g tokens, so n passes
+reach g x n.
+
+A model has seen rows of --block_size tokens; it is scored token by token, which is exact, on longer
+ones, and by the schedule that it was trained with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# before torch, which reads what it tells OpenMP
+from configurator import UserError, key, parse, run, run_command
+
+# isort: split
+import torch
+from torch import Tensor
+
+from baselines import build
+from kernels import Fast, accelerate
+from measure.timing import check, environment, write_json
+from model import Decoder, ModelConfig
+from pool import WhiteMatter
+from running.devices import pick_device, pick_dtype
+from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
+from running.processes import Processes
+from running.settings import TrainConfig, learning_rate
+from solvers import autoregressive, solve
+from studies.jobs import Job, chosen, read_records, run_jobs
+from train import make_micro_step, make_optimizer_step
+
+GROUPS = ("s5", "z60")
+CHUNK = 500  # steps whose rows are made at a time
+
+
+# ---- the task
+
+def multiplication_table(group: str) -> Tensor:
+    """table[a, b] = a b, (n, n) int64; of permutations: first b, then a."""
+    if group == "z60":
+        n = torch.arange(60)
+        return (n[:, None] + n) % 60
+    permutations = list(itertools.permutations(range(5)))
+    number = {p: i for i, p in enumerate(permutations)}
+    return torch.tensor([[number[tuple(a[i] for i in b)] for b in permutations]
+                         for a in permutations])
+
+
+def products(table: Tensor, elements: Tensor) -> Tensor:
+    """Elements (n, T) -> the products x_t ... x_1 x_0 so far, (n, T)."""
+    out = elements.clone()
+    for t in range(1, elements.size(1)):
+        out[:, t] = table[elements[:, t], out[:, t - 1]]
+    return out
+
+
+class Rows:
+    """Random rows and their targets, the same for a seed on every machine."""
+
+    def __init__(self, group: str, T: int, seed: int, device: str):
+        self.table, self.T, self.device = multiplication_table(group).to(device), T, device
+        self.random = torch.Generator().manual_seed(seed)
+
+    def __call__(self, n: int) -> tuple[Tensor, Tensor]:
+        x = torch.randint(len(self.table), (n, self.T), generator=self.random).to(self.device)
+        return x, products(self.table, x)
+
+
+# ---- a run
+
+@dataclass
+class TrackingConfig:
+    """What `train` takes."""
+
+    group: str = key("s5", "s5 or z60")
+    kv: str = key("whitematter", "the system")
+    n_channels: int = key(1, "k of whitematter")
+    lckv_w: int = key(2, "w of lckv")
+    start: str = key("own", "which source each channel begins with: own, as the model has it, or "
+                     "last, that of k = 1")
+    schedule: str = key("8x1+2", "groups x passes without + with gradients; T groups, 0 + 1: exact")
+    then: str | None = key(None, "another schedule for the last steps")
+    then_steps: int = key(1000, "how many")
+    n_layer: int = key(4, "L")
+    n_embd: int = key(256, "D")
+    n_head: int = key(4, "query heads")
+    n_kv_head: int = key(2, "key-value heads")
+    head_dim: int = key(64, "features of a head")
+    n_hidden: int = key(768, "features inside the MLP")
+    block_size: int = key(32, "T, tokens of a row of training")
+    batch_size: int = key(256, "rows of a step")
+    max_iters: int = key(8000, "steps")
+    learning_rate: float = key(1e-3, "peak")
+    score_length: int = key(128, "tokens of a row that is scored")
+    score_rows: int = key(1024, "of them")
+    seed: int = key(1337, "of weights and rows")
+    log_interval: int = key(500, "steps between lines")
+    device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
+    dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16")
+    compile: bool | None = key(None, "as for train.py")
+    json: str | None = key(None, "write the results to this file (-: to stdout)")
+
+    def model(self) -> ModelConfig:
+        """The model's config, with the first schedule. Raises UserError."""
+        if self.group not in GROUPS:
+            raise UserError(f"group={self.group}: choose one of {', '.join(GROUPS)}")
+        if self.start not in ("own", "last"):
+            raise UserError(f"start={self.start}: choose own or last")
+        names = ("kv", "lckv_w", "n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "n_hidden")
+        g, n_nograd, n_grad = passes(self.schedule)
+        channels = self.n_channels if self.kv == "whitematter" else self.n_layer
+        try:
+            return ModelConfig(vocab_size=128, n_channels=channels, n_groups=g, n_nograd=n_nograd,
+                               n_grad=n_grad, **{name: getattr(self, name) for name in names})
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+
+def passes(schedule: str) -> tuple[int, int, int]:
+    """"8x1+2" -> groups, passes without and with gradients. Raises UserError."""
+    found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", schedule)
+    if not found or not int(found[1]) or not int(found[3]):
+        raise UserError(f"schedule={schedule}: groups x passes without + with gradients are "
+                        "needed, such as 8x1+2")
+    return int(found[1]), int(found[2]), int(found[3])
+
+
+class Trainer:
+    """A model and its steps."""
+
+    def __init__(self, c: TrackingConfig):
+        self.c, device = c, pick_device(c.device)
+        self.dtype = pick_dtype(c.dtype, device)
+        self.settings = TrainConfig(learning_rate=c.learning_rate, max_iters=c.max_iters)
+        config = c.model()
+        torch.manual_seed(c.seed)
+        self.model = build(config).to(device)
+        if c.start == "last":
+            begin_at_last(self.model)
+        self.rows = Rows(c.group, c.block_size, c.seed, device)
+        self.flat = flat_gradient(self.model)
+        self.optimizers = make_optimizers(self.model, self.settings)
+        self.fast = accelerate(self.model, self.dtype, c.compile, training=True)
+        self.optimizer_step = make_optimizer_step(self.fast, self.optimizers)
+        self.losses = []  # of the last step before each line
+
+    def train(self):
+        c, first = self.c, self.c.max_iters
+        if c.then:
+            first -= c.then_steps
+        self.steps(0, first)
+        if c.then:
+            self.model.config.n_groups, self.model.config.n_nograd, self.model.config.n_grad = (
+                passes(c.then))
+            self.steps(first, c.max_iters)
+
+    def steps(self, first: int, end: int):
+        """Steps first..end-1, by the schedule that the model has now."""
+        c, micro_step, alone = self.c, make_micro_step(self.fast, 1.0), Processes()
+        for step in range(first, end):
+            n = (step - first) % CHUNK
+            if n == 0:
+                x, y = self.rows(min(CHUNK, end - step) * c.batch_size)
+            at = slice(n * c.batch_size, (n + 1) * c.batch_size)
+            self.flat.zero_()
+            loss = micro_step(x[at], y[at])
+            norm = clip_and_reduce(self.flat, self.settings.grad_clip, alone)
+            set_rate(self.optimizers, learning_rate(step, self.settings))
+            self.optimizer_step(norm)
+            if (step + 1) % c.log_interval == 0:
+                self.losses.append([step + 1, loss.item()])
+                print(f"step {step + 1}: loss {self.losses[-1][1]:.4f}", flush=True)
+
+
+@torch.no_grad()
+def begin_at_last(model: Decoder):
+    """Every channel starts as that of k = 1 does: with the last source."""
+    if not isinstance(model, WhiteMatter):
+        raise UserError(f"start=last: kv={model.config.kv} has no pool")
+    for branch in (model.kv_pool.key, model.kv_pool.value):
+        branch.bias.zero_()
+        branch.bias[:, -1] = 0.25
+
+
+# ---- scores
+
+@torch.no_grad()
+def accuracies(fast: Fast, x: Tensor, y: Tensor, solver, rows: int = 256) -> list[float]:
+    """Share of rows (n, T) that are right at each position, after solver(model, x)."""
+    right = 0
+    for part, target in zip(x.split(rows), y.split(rows)):
+        with fast.autocast():
+            guess = fast.model.logits(solver(fast.model, part).final).argmax(-1)
+        right = right + (guess == target).sum(0)
+    return (right / len(x)).tolist()
+
+
+@torch.no_grad()
+def routing(model: Decoder, x: Tensor) -> dict | None:
+    """Root mean square of the mixing weights of exact states: keys' and values', k x L each."""
+    if not isinstance(model, WhiteMatter):
+        return None
+    h = autoregressive(model, x).states[:, :, model.sources].float()
+    unit = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
+    return {name: branch.weights(unit * branch.pre_norm).square().mean((0, 1)).sqrt().tolist()
+            for name, branch in (("keys", model.kv_pool.key), ("values", model.kv_pool.value))}
+
+
+def train_command(argv: list[str]):
+    """One run."""
+    c = parse(TrackingConfig(), argv, "python -m studies.state_tracking train: one run")
+    check(c, "block_size", "batch_size", "max_iters", "score_length", "score_rows", "log_interval")
+    for schedule in filter(None, (c.schedule, c.then)):
+        if passes(schedule)[0] > c.block_size:
+            raise UserError(f"schedule={schedule}: more groups than block_size={c.block_size}")
+    if c.then and not 0 < c.then_steps < c.max_iters:
+        raise UserError(f"then_steps={c.then_steps}: 1 to max_iters-1={c.max_iters - 1}")
+    trainer, began = Trainer(c), time.perf_counter()
+    print(f"{c.kv}, {trainer.model.n_params():,} parameters, {c.schedule}, {trainer.fast}")
+    trainer.train()
+    seconds = time.perf_counter() - began
+    device = trainer.rows.device
+    x, y = Rows(c.group, c.score_length, c.seed + 1, device)(c.score_rows)
+    fast, T = trainer.fast, c.block_size
+    exact = accuracies(fast, x, y, autoregressive)
+    trained = accuracies(fast, x[:, :T], y[:, :T], solve)
+    print(f"right, token by token: {summary(exact)}; as trained: {summary(trained)}")
+    write_json(c.json, {**{k: v for k, v in asdict(c).items() if k not in ("json", "device")},
+                        "seconds": seconds, "losses": trainer.losses, "exact": exact,
+                        "as_trained": trained, "routing": routing(trainer.model, x[:256, :T]),
+                        **environment(device, trainer.dtype)})
+
+
+def spans(n: int) -> list[tuple[int, int]]:
+    """Positions 1-16, 17-32, 33-64 and so on, those there are."""
+    edges = [0, 16, *(32 << i for i in range(10))]
+    return [(a, min(b, n)) for a, b in zip(edges, edges[1:]) if a < n]
+
+
+def summary(right: list[float]) -> str:
+    return ", ".join(f"{100 * sum(right[a:b]) / (b - a):.1f} % at {a + 1}-{b}"
+                     for a, b in spans(len(right)))
+
+
+def reach(right: list[float], level: float = 0.9) -> int:
+    """Positions from the first on at which at least so many are right."""
+    return next((i for i, share in enumerate(right) if share < level), len(right))
+
+
+# ---- all runs
+
+SYSTEMS = {"vanilla": dict(kv="vanilla"), "nofeedback": dict(kv="nofeedback"),
+           "lckv2": dict(kv="lckv"), "k1": dict(n_channels=1), "k4": dict(n_channels=4),
+           "recurrent": dict(kv="recurrent"), "feedback": dict(kv="feedback")}
+EXACT, PAPER, LCKV, ONE_PASS = "32x0+1", "8x1+2", "1x7+2", "1x0+1"
+RATES, RATE = (4e-4, 1e-3, 2.5e-3), 1e-3
+SEEDS = 1337, 1338, 1339
+
+
+@dataclass
+class AllConfig:
+    """What `all` takes."""
+
+    only: str | None = key(None, "parts of names of runs, with commas; None: all")
+    list: bool = key(False, "print the names of the runs that are left, and end")
+    at_once: int = key(1, "runs side by side")
+    minutes: float | None = key(None, "time for all; what is not ready then is lost")
+    folder: str = key("out/state_tracking", "where logs go")
+    json: str = key("results/state_tracking.json", "file of results")
+
+
+def plans() -> Iterator[dict]:
+    """The settings of every run, the most telling first; some come twice."""
+    own = {"vanilla": ONE_PASS, "nofeedback": ONE_PASS, "lckv2": LCKV}
+    for system in SYSTEMS:  # every system with the best of three rates
+        for rate in RATES:
+            for schedule in [own[system]] if system in own else [EXACT, PAPER]:
+                yield dict(system=system, schedule=schedule, learning_rate=rate)
+    for system in ("k1", "feedback"):  # how far does a state travel?
+        for g in (4, 8, 16, 2):
+            for n in ("1+1", "1+2", "2+2"):
+                yield dict(system=system, schedule=f"{g}x{n}")
+        yield dict(system=system, schedule=PAPER, then=EXACT)
+    for rate in RATES:  # what does the start do?
+        yield dict(system="k4", schedule=EXACT, learning_rate=rate, start="last")
+    for system in ("vanilla", "nofeedback", "k1", "feedback"):  # the control
+        yield dict(group="z60", system=system, schedule=own.get(system, EXACT))
+    for seed in SEEDS[1:]:
+        for system in ("vanilla", "k1", "feedback"):
+            for schedule in [own[system]] if system in own else [EXACT, PAPER]:
+                yield dict(system=system, schedule=schedule, seed=seed)
+
+
+def jobs(c: AllConfig) -> Iterator[Job]:
+    """The runs by name, each once."""
+    names = set()
+    for given in plans():
+        p = {"learning_rate": RATE, "seed": SEEDS[0], **given}
+        system = p.pop("system")
+        parts = [p.get("group", "s5"), system, p["schedule"], p.get("then"), p.get("start")]
+        name = "-".join([*filter(None, parts), f"{p['learning_rate']:g}", str(p["seed"])])
+        if name in names:
+            continue
+        names.add(name)
+        out = f"{c.folder}/{name}.json"
+        settings = [f"--{k}={v}" for k, v in (SYSTEMS[system] | p).items()]
+        yield Job(name, [["-m", "studies.state_tracking", "train", *settings, f"--json={out}"]],
+                  lambda out=out, system=system: {"system": system, **read_json(out)})
+
+
+def read_json(path: str) -> dict:
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def all_command(argv: list[str]):
+    """All runs that have no result yet."""
+    c = parse(AllConfig(), argv, "python -m studies.state_tracking all: every run")
+    check(c, "at_once")
+    left = chosen(jobs(c), c.only, c.json)
+    if c.list or not left:
+        print("\n".join(job.name for job in left) or f"{c.json}: nothing left to do")
+        return
+    run_jobs(left, c.json, Path(c.folder), c.at_once, c.minutes)
+
+
+# ---- picture
+
+@dataclass
+class PlotConfig:
+    """What `plot` takes."""
+
+    json: str = key("results/state_tracking.json", "what `all` has written")
+    output: str = key("docs/state_tracking.png", "file to write; its ending says in which format")
+
+
+def best(records: list[dict], **settings) -> dict | None:
+    """Of the records with these settings, the one that is right most often, token by token."""
+    found = [r for r in records if all(r[k] == v for k, v in settings.items())]
+    return max(found, key=lambda r: sum(r["exact"]), default=None)
+
+
+def plot_command(argv: list[str]):
+    """The picture."""
+    from pictures import COLOURS, plot, save
+
+    c = parse(PlotConfig(), argv, "python -m studies.state_tracking plot")
+    records = read_records(c.json)
+    if not records:
+        raise UserError(f"json={c.json}: no results there")
+    plt = plot()
+    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    same = dict(group="s5", start="own", then=None, seed=SEEDS[0])
+    shown = [("vanilla", ONE_PASS), ("nofeedback", ONE_PASS), ("lckv2", LCKV), ("k4", EXACT),
+             ("k1", EXACT), ("recurrent", EXACT), ("feedback", EXACT)]
+    for (system, schedule), colour in zip(shown, COLOURS):
+        if r := best(records, system=system, schedule=schedule, **same):
+            left.plot(range(1, 1 + len(r["exact"])), r["exact"], color=colour,
+                      label=f"{system}, {r['learning_rate']:g}")
+            left.axvline(r["block_size"], color="#bbbbbb", lw=0.8, ls=":")
+    left.set(title="trained exactly, best of three rates", xscale="log",
+             ylabel="right, token by token", xlabel="position (dotted: end of rows in training)")
+    left.legend()
+    grid = [r for r in records if all(r[k] == v for k, v in same.items())
+            and r["learning_rate"] == RATE and r["system"] in ("k1", "feedback")
+            and r["schedule"] != EXACT]
+    for r, colour in zip(sorted((r for r in grid if r["system"] == "k1"), key=distance),
+                         plt.cm.viridis([i / 12 for i in range(13)])):
+        middle.plot(range(1, 1 + len(r["exact"])), r["exact"], color=colour,
+                    label=f"{r['schedule']}: {distance(r)}")
+        middle.plot(distance(r), 0.02, marker="^", color=colour, clip_on=False)
+    middle.set(title="k=1 by schedule of training; marks: g x passes", xlim=(0, 66),
+               xlabel="position", ylabel="right, token by token")
+    middle.legend(fontsize=7)
+    for system, marker in (("k1", "o"), ("feedback", "x")):
+        its = [r for r in grid if r["system"] == system]
+        right.plot([distance(r) for r in its], [reach(r["exact"]) for r in its], marker, ls="",
+                   label=system)
+    right.axline((0, 0), slope=1, color="#999999", lw=0.8, ls="--")
+    right.axhline(32, color="#bbbbbb", lw=0.8, ls=":")
+    right.set(title="how far a state travels", xlabel="g x passes in training",
+              ylabel="positions right in 90 % of the rows")
+    right.legend()
+    save(fig, c.output)
+
+
+def distance(r: dict) -> int:
+    """The tokens that a state can pass in training: g x passes."""
+    g, n_nograd, n_grad = passes(r["schedule"])
+    return g * (n_nograd + n_grad)
+
+
+COMMANDS = {"train": train_command, "all": all_command, "plot": plot_command}
+
+if __name__ == "__main__":
+    run(lambda argv: run_command(COMMANDS, argv, __doc__))
