@@ -1,0 +1,76 @@
+"""The runs of the study on a corpus: their commands, and what is read off their results."""
+
+import json
+
+import pytest
+
+import evaluate
+from configurator import parse
+from running.settings import TrainConfig
+from studies import corpus
+
+STUDY = corpus.StudyConfig()
+
+
+def every_job():
+    return [*corpus.systems(STUDY), *corpus.schedules(STUDY)]
+
+
+def test_commands_are_ones_that_train_and_evaluate_take():
+    names = [j.name for j in every_job()]
+    assert len(names) == len(set(names)) == len(corpus.SYSTEMS) + 2 * 4 + 2 * 2 + 24
+    for j in every_job():
+        train, score = j.commands
+        assert train[0] == "train.py" and score[:2] == ["evaluate.py", "perplexity"]
+        c = parse(TrainConfig(), train[1:], "")
+        s = parse(evaluate.PerplexityConfig(), score[2:], "")
+        assert s.out_dir == c.out_dir == f"out/study/{j.name}"
+        assert c.batch_size * c.block_size * c.gradient_accumulation_steps == 16384
+
+
+def test_a_schedule_is_the_paper_s_grid_at_k_8():
+    cells = set()
+    for j in corpus.schedules(STUDY):
+        c = parse(TrainConfig(), j.commands[0][1:], "")
+        assert (c.kv, c.n_channels, c.max_iters) == ("whitematter", 8, 2000)
+        cells.add((c.n_groups, c.n_nograd, c.n_grad))
+    assert cells == {(g, n, m) for g in (1, 4, 8, 16) for n in (1, 2, 4) for m in (1, 2)}
+
+
+def test_a_record_has_the_scores_and_every_validation_loss(tmp_path):
+    study = corpus.StudyConfig(folder=str(tmp_path))
+    j = next(j for j in corpus.systems(study) if j.name == "wm16_k8-1337-0.004")
+    out = tmp_path / j.name
+    out.mkdir()
+    (out / "log.csv").write_text("step,loss,val_loss\n0,10.8,\n1000,,4.5\n1001,4.4,\n2000,,4.1\n")
+    (out / "score.json").write_text(json.dumps({
+        "loss": 3.7, "perplexity": 40.4, "targets": 1000, "device": "d", "torch": "t", "step": 2000,
+        "settings": {}, "seconds": 3}))
+    assert j.record() == {
+        "config": "wm16_k8", "seed": 1337, "learning_rate": 0.004, "loss": 3.7, "perplexity": 40.4,
+        "validation": [[1000, 4.5], [2000, 4.1]], "step": 2000, "targets": 1000, "device": "d",
+        "torch": "t"}
+
+
+def test_other_rates_are_no_seeds():
+    records = [dict(config="k8", perplexity=p, learning_rate=r)
+               for p, r in ((40.0, 2e-3), (41.0, 2e-3), (50.0, 4e-3))]
+    assert corpus.by_system(records) == {"k8": [40.0, 41.0]}
+
+
+@pytest.mark.parametrize("config, cache, gflop", [
+    ("vanilla16", 1, 0.4436), ("wm16_k8", 0.5, 1.0029), ("vanilla24", 1.5, 0.6654)])
+def test_sizes_are_those_of_the_table_of_flop(config, cache, gflop):
+    assert corpus.sizes(config) == (cache, pytest.approx(gflop, abs=1e-4))
+
+
+def test_pictures_are_drawn_from_the_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = [dict(name=f"g{g}-{n}+{m}", n_groups=g, n_nograd=n, n_grad=m,
+                 training_schedule={"best": 50.0 + g}, decoding={"perplexity": 51.0},
+                 jacobi={"passes_to_best": None if g == 1 else 9})
+            for g in corpus.GROUPS for n in corpus.NO_GRAD for m in corpus.GRAD]
+    (tmp_path / "schedules.json").write_text(json.dumps({"runs": runs}))
+    corpus.plot_command([f"--schedules={tmp_path}/schedules.json", f"--output={tmp_path}"])
+    assert (tmp_path / "study.png").stat().st_size > 10_000
+    assert (tmp_path / "schedules.png").stat().st_size > 10_000
