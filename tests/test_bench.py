@@ -88,10 +88,11 @@ def test_head_is_three_products_in_training():
 
 def test_flops_command(tmp_path, monkeypatch, capsys):
     # WhiteMatter at full size would take half a minute: most of it PyTorch's, not ours
-    small = {"WhiteMatter k=2": (dict(n_layer=2, n_channels=2), PAPER["WhiteMatter k=8"][1])}
+    small = {"WhiteMatter k=2": (dict(n_layer=2, n_channels=2, n_groups=2),
+                                 PAPER["WhiteMatter k=8"][1])}
     monkeypatch.setattr(bench, "PAPER", {"vanilla L=16": PAPER["vanilla L=16"], **small})
-    monkeypatch.setattr(bench, "OTHERS", {"Recurrent": dict(kv="recurrent", n_layer=2)})
-    bench.main(["flops", "--block_size=8", f"--json={tmp_path}/flops.json"])
+    monkeypatch.setattr(bench, "OTHERS", {"Recurrent": dict(kv="recurrent", n_layer=2, n_groups=2)})
+    bench.main(["flops", "--block_size=3", f"--json={tmp_path}/flops.json"])
     assert "51,924,480" in capsys.readouterr().out
     models = json.loads((tmp_path / "flops.json").read_text())["models"]
     assert models["vanilla L=16"]["params"] == 51_924_480
