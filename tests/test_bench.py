@@ -56,8 +56,8 @@ def test_ratios_to_vanilla():
 @pytest.mark.parametrize("n_groups", (1, 4))
 def test_formula_equals_count_in_training(n_nograd, n_grad, n_groups):
     c = ModelConfig(**TINY, n_nograd=n_nograd, n_grad=n_grad, n_groups=n_groups)
-    counted = count_flops(c, 30, "training", device="cpu")
-    assert counted == pytest.approx(flops_per_token(c, 30, "training"), rel=1e-9)
+    counted = count_flops(c, 11, "training", device="cpu")
+    assert counted == pytest.approx(flops_per_token(c, 11, "training"), rel=1e-9)
 
 
 @pytest.mark.parametrize("changes", (
@@ -65,9 +65,9 @@ def test_formula_equals_count_in_training(n_nograd, n_grad, n_groups):
     dict(n_groups=99), dict(eos_id=0)), ids=str)
 @pytest.mark.parametrize("mode", ("training", "decode"))  # prefill: test_baselines.py
 def test_formula_equals_count(changes, mode):
-    c = ModelConfig(**{**TINY, **changes})
-    counted = count_flops(c, 21, mode, device="cpu")
-    assert counted == pytest.approx(flops_per_token(c, 21, mode), rel=1e-9)
+    c = ModelConfig(**{**TINY, "n_groups": 3, **changes})
+    counted = count_flops(c, 8, mode, device="cpu")  # groups of three tokens and of two
+    assert counted == pytest.approx(flops_per_token(c, 8, mode), rel=1e-9)
 
 
 @pytest.mark.parametrize("kv, mode", (("vanilla", "training"), ("vanilla", "prefill"),
@@ -146,7 +146,8 @@ def test_passes_are_counted_in_the_given_precision(checkpoint, capsys):
     exact = {}
     for dtype in ("float32", "bfloat16"):
         bench.main(["prefill", "--out_dir=out", "--rows=2", "--trials=1", "--warmups=1",
-                    f"--passes_dtype={dtype}", "--device=cpu", "--json=result.json"])
+                    "--block_size=9", f"--passes_dtype={dtype}", "--device=cpu",
+                    "--json=result.json"])
         result = json.loads((checkpoint / "result.json").read_text())
         exact[dtype] = result["exact_perplexity"]
         assert result["dtype"] == "float32"  # of the timed runs
@@ -379,7 +380,8 @@ def test_systems_command(tmp_path, monkeypatch, capsys):
     for split, n in (("train", 300), ("val", 100)):
         np.random.default_rng(n).integers(64, size=n).astype("<u2").tofile(folder / f"{split}.bin")
     sizes = dict(n_layer=3, n_embd=16, n_head=4, n_kv_head=2, head_dim=6, n_hidden=24,
-                 batch_size=2, block_size=8, gradient_accumulation_steps=1, eval_rows=2)
+                 n_groups=2, batch_size=2, block_size=8, gradient_accumulation_steps=1,
+                 eval_rows=2)
     config = "".join(f"{k} = {v}\n" for k, v in sizes.items())
     (tmp_path / "c.py").write_text(config + 'dataset = "noise"\n')
     bench.main(["systems", "--config=c.py", f"--systems={','.join(ALL)}", "--max_iters=2",
