@@ -1,5 +1,6 @@
 """bench.py: FLOP per token beside the paper's table, and the convergence study end to end."""
 
+import gc
 import json
 import statistics
 from dataclasses import asdict
@@ -22,6 +23,15 @@ from solvers import autoregressive, cyclic
 
 TINY = dict(vocab_size=64, n_layer=3, n_embd=16, n_head=4, n_kv_head=2, head_dim=6, n_hidden=24,
             n_channels=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """A bench searches for garbage before it measures: not in what the first optimizer imports."""
+    import torch._dynamo  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 # ---- flops
@@ -70,11 +80,11 @@ def test_formula_equals_count(changes, mode):
     assert counted == pytest.approx(flops_per_token(c, 8, mode), rel=1e-9)
 
 
-@pytest.mark.parametrize("kv, mode", (("vanilla", "training"), ("vanilla", "prefill"),
-                                      ("vanilla", "decode"), ("whitematter", "decode")))
-def test_formula_equals_count_at_the_papers_sizes(kv, mode):
-    c = ModelConfig(kv=kv)
-    assert count_flops(c, 2048, mode) == pytest.approx(flops_per_token(c, 2048, mode), rel=1e-9)
+def test_formula_equals_count_of_decoding_at_the_papers_sizes():
+    """Of vanilla in every mode: test_flops_command."""
+    c = ModelConfig()
+    assert count_flops(c, 2048, "decode") == pytest.approx(
+        flops_per_token(c, 2048, "decode"), rel=1e-9)
 
 
 def test_head_is_three_products_in_training():
@@ -92,12 +102,13 @@ def test_flops_command(tmp_path, monkeypatch, capsys):
                                  PAPER["WhiteMatter k=8"][1])}
     monkeypatch.setattr(bench, "PAPER", {"vanilla L=16": PAPER["vanilla L=16"], **small})
     monkeypatch.setattr(bench, "OTHERS", {"Recurrent": dict(kv="recurrent", n_layer=2, n_groups=2)})
-    bench.main(["flops", "--block_size=3", f"--json={tmp_path}/flops.json"])
+    bench.main(["flops", f"--json={tmp_path}/flops.json"])
     assert "51,924,480" in capsys.readouterr().out
     models = json.loads((tmp_path / "flops.json").read_text())["models"]
     assert models["vanilla L=16"]["params"] == 51_924_480
-    for name in ("WhiteMatter k=2", "Recurrent"):
-        cell = models[name]["modes"]["training"]
+    for name, mode in (("WhiteMatter k=2", "training"), ("Recurrent", "training"),
+                       *(("vanilla L=16", mode) for mode in MODES)):
+        cell = models[name]["modes"][mode]
         assert cell["counted"] == pytest.approx(cell["formula"], rel=1e-9)
 
 
