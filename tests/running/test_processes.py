@@ -36,14 +36,16 @@ def test_a_group_of_which_one_is_missing_ends_by_a_signal_and_joins_its_threads(
         def threads():
             names = [open(name).read().strip() for name in glob.glob("/proc/self/task/*/comm")]
             return names.count("pt_gloo_runloop")
-        processes = Processes(rank=0, world=2)
-        processes.start("cpu")
-        assert processes.largest(7) == 7
-        assert threads()
-        torch.optim.AdamW([torch.zeros(1)])  # imports much of torch, while the other one waits
-        processes.end()
-        assert not threads()
-        os.kill(waits, signal.SIGTERM)
+        try:
+            processes = Processes(rank=0, world=2)
+            processes.start("cpu")
+            assert processes.largest(7) == 7
+            assert threads()
+            torch.optim.AdamW([torch.zeros(1)])  # imports much of torch, while the other one waits
+            processes.end()
+            assert not threads()
+        finally:
+            os.kill(waits, signal.SIGTERM)
         print(os.waitstatus_to_exitcode(os.waitpid(waits, 0)[1]))
         """
     env = os.environ | dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29999",
