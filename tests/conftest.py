@@ -1,5 +1,6 @@
 """Before anything imports Triton: without a GPU its kernels are tested in the interpreter."""
 
+import gc
 import json
 import os
 
@@ -15,6 +16,11 @@ torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish():
+    """What is imported stays, so no search for garbage need go through all of it again."""
+    gc.freeze()
 
 
 @pytest.fixture

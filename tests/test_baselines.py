@@ -403,14 +403,16 @@ def test_training_in_bfloat16_autocast(name):
 def test_flops_by_closed_form_are_those_of_the_code(name, mode, schedule):
     options = SYSTEMS[name][1] | dict(n_nograd=schedule[0], n_grad=schedule[1], n_groups=2)
     c = ModelConfig(**{**SMALL, **options})
-    assert flops_per_token(c, 5, mode) == pytest.approx(count_flops(c, 5, mode), rel=1e-12)
+    counted = count_flops(c, 5, mode, device="cpu")  # so small, it is faster than the meta device
+    assert flops_per_token(c, 5, mode) == pytest.approx(counted, rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["training", "prefill", "decode"])
 def test_flops_of_a_single_layer(mode):
     """Whose only source is not mixed, but scaled."""
     c = ModelConfig(**{**SMALL, "n_layer": 1, "n_channels": 1, "n_groups": 2})
-    assert flops_per_token(c, 5, mode) == pytest.approx(count_flops(c, 5, mode), rel=1e-12)
+    counted = count_flops(c, 5, mode, device="cpu")
+    assert flops_per_token(c, 5, mode) == pytest.approx(counted, rel=1e-12)
 
 
 @pytest.mark.parametrize("w, printed", [(4, (1.421, 0.935, 0.173)), (7, (1.174, 0.738, 0.175))])

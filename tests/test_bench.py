@@ -1,5 +1,6 @@
 """bench.py: FLOP per token beside the paper's table, and the convergence study end to end."""
 
+import gc
 import json
 import statistics
 from dataclasses import asdict
@@ -22,6 +23,15 @@ from solvers import autoregressive, cyclic
 
 TINY = dict(vocab_size=64, n_layer=3, n_embd=16, n_head=4, n_kv_head=2, head_dim=6, n_hidden=24,
             n_channels=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """A bench searches for garbage before it measures: not in what the first optimizer imports."""
+    import torch._dynamo  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 # ---- flops
@@ -56,8 +66,8 @@ def test_ratios_to_vanilla():
 @pytest.mark.parametrize("n_groups", (1, 4))
 def test_formula_equals_count_in_training(n_nograd, n_grad, n_groups):
     c = ModelConfig(**TINY, n_nograd=n_nograd, n_grad=n_grad, n_groups=n_groups)
-    counted = count_flops(c, 30, "training", device="cpu")
-    assert counted == pytest.approx(flops_per_token(c, 30, "training"), rel=1e-9)
+    counted = count_flops(c, 11, "training", device="cpu")
+    assert counted == pytest.approx(flops_per_token(c, 11, "training"), rel=1e-9)
 
 
 @pytest.mark.parametrize("changes", (
@@ -65,16 +75,16 @@ def test_formula_equals_count_in_training(n_nograd, n_grad, n_groups):
     dict(n_groups=99), dict(eos_id=0)), ids=str)
 @pytest.mark.parametrize("mode", ("training", "decode"))  # prefill: test_baselines.py
 def test_formula_equals_count(changes, mode):
-    c = ModelConfig(**{**TINY, **changes})
-    counted = count_flops(c, 21, mode, device="cpu")
-    assert counted == pytest.approx(flops_per_token(c, 21, mode), rel=1e-9)
+    c = ModelConfig(**{**TINY, "n_groups": 3, **changes})
+    counted = count_flops(c, 8, mode, device="cpu")  # groups of three tokens and of two
+    assert counted == pytest.approx(flops_per_token(c, 8, mode), rel=1e-9)
 
 
-@pytest.mark.parametrize("kv, mode", (("vanilla", "training"), ("vanilla", "prefill"),
-                                      ("vanilla", "decode"), ("whitematter", "decode")))
-def test_formula_equals_count_at_the_papers_sizes(kv, mode):
-    c = ModelConfig(kv=kv)
-    assert count_flops(c, 2048, mode) == pytest.approx(flops_per_token(c, 2048, mode), rel=1e-9)
+def test_formula_equals_count_of_decoding_at_the_papers_sizes():
+    """Of vanilla in every mode: test_flops_command."""
+    c = ModelConfig()
+    assert count_flops(c, 2048, "decode") == pytest.approx(
+        flops_per_token(c, 2048, "decode"), rel=1e-9)
 
 
 def test_head_is_three_products_in_training():
@@ -88,15 +98,17 @@ def test_head_is_three_products_in_training():
 
 def test_flops_command(tmp_path, monkeypatch, capsys):
     # WhiteMatter at full size would take half a minute: most of it PyTorch's, not ours
-    small = {"WhiteMatter k=2": (dict(n_layer=2, n_channels=2), PAPER["WhiteMatter k=8"][1])}
+    small = {"WhiteMatter k=2": (dict(n_layer=2, n_channels=2, n_groups=2),
+                                 PAPER["WhiteMatter k=8"][1])}
     monkeypatch.setattr(bench, "PAPER", {"vanilla L=16": PAPER["vanilla L=16"], **small})
-    monkeypatch.setattr(bench, "OTHERS", {"Recurrent": dict(kv="recurrent", n_layer=2)})
-    bench.main(["flops", "--block_size=8", f"--json={tmp_path}/flops.json"])
+    monkeypatch.setattr(bench, "OTHERS", {"Recurrent": dict(kv="recurrent", n_layer=2, n_groups=2)})
+    bench.main(["flops", f"--json={tmp_path}/flops.json"])
     assert "51,924,480" in capsys.readouterr().out
     models = json.loads((tmp_path / "flops.json").read_text())["models"]
     assert models["vanilla L=16"]["params"] == 51_924_480
-    for name in ("WhiteMatter k=2", "Recurrent"):
-        cell = models[name]["modes"]["training"]
+    for name, mode in (("WhiteMatter k=2", "training"), ("Recurrent", "training"),
+                       *(("vanilla L=16", mode) for mode in MODES)):
+        cell = models[name]["modes"][mode]
         assert cell["counted"] == pytest.approx(cell["formula"], rel=1e-9)
 
 
@@ -145,7 +157,8 @@ def test_passes_are_counted_in_the_given_precision(checkpoint, capsys):
     exact = {}
     for dtype in ("float32", "bfloat16"):
         bench.main(["prefill", "--out_dir=out", "--rows=2", "--trials=1", "--warmups=1",
-                    f"--passes_dtype={dtype}", "--device=cpu", "--json=result.json"])
+                    "--block_size=9", f"--passes_dtype={dtype}", "--device=cpu",
+                    "--json=result.json"])
         result = json.loads((checkpoint / "result.json").read_text())
         exact[dtype] = result["exact_perplexity"]
         assert result["dtype"] == "float32"  # of the timed runs
@@ -378,7 +391,8 @@ def test_systems_command(tmp_path, monkeypatch, capsys):
     for split, n in (("train", 300), ("val", 100)):
         np.random.default_rng(n).integers(64, size=n).astype("<u2").tofile(folder / f"{split}.bin")
     sizes = dict(n_layer=3, n_embd=16, n_head=4, n_kv_head=2, head_dim=6, n_hidden=24,
-                 batch_size=2, block_size=8, gradient_accumulation_steps=1, eval_rows=2)
+                 n_groups=2, batch_size=2, block_size=8, gradient_accumulation_steps=1,
+                 eval_rows=2)
     config = "".join(f"{k} = {v}\n" for k, v in sizes.items())
     (tmp_path / "c.py").write_text(config + 'dataset = "noise"\n')
     bench.main(["systems", "--config=c.py", f"--systems={','.join(ALL)}", "--max_iters=2",

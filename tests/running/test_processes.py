@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,43 +17,44 @@ from running.processes import Processes
 from running.settings import TrainConfig, check
 
 
-def python(code: str, **env):
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc here")
 def test_a_group_of_which_one_is_missing_ends_by_a_signal_and_joins_its_threads():
     """A thread of gloo that is alive while Python shuts down may abort the process; a worker that
     waits for another one ignored SIGTERM."""
-    waits = python("from running.signals import Signals; signals = Signals()\n"
-                   "from running.processes import Processes\n"
-                   "print('there', flush=True); Processes.from_environment().start('cpu')",
-                   RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29999",
-                   TORCH_CPP_LOG_LEVEL="FATAL")
-    joins = python("""if True:
-        import glob, torch
+    code = """if True:
+        import glob, os, signal, time, torch
         from running.processes import Processes
+        from running.signals import Signals
+        waits = os.fork()
+        if not waits:
+            signals = Signals()
+            print("there", flush=True)
+            Processes.from_environment().start("cpu")
+            os._exit(0)
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}
         def threads():
             names = [open(name).read().strip() for name in glob.glob("/proc/self/task/*/comm")]
             return names.count("pt_gloo_runloop")
-        processes = Processes(rank=0, world=2)
-        processes.start("cpu")
-        assert processes.largest(7) == 7
-        assert threads()
-        torch.optim.AdamW([torch.zeros(1)])  # imports much of torch
-        processes.end()
-        assert not threads()
-        """, RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
-    assert waits.stdout.readline() == "there\n"
-    time.sleep(0.5)
-    waits.send_signal(signal.SIGTERM)
-    _, error = waits.communicate(timeout=20)
-    assert waits.returncode == 128 + signal.SIGTERM
-    assert error.splitlines()[-1].startswith("SIGTERM before the first step")
-    _, error = joins.communicate(timeout=60)
-    assert joins.returncode == 0, error
+        try:
+            processes = Processes(rank=0, world=2)
+            processes.start("cpu")
+            assert processes.largest(7) == 7
+            assert threads()
+            torch.optim.AdamW([torch.zeros(1)])  # imports much of torch, while the other one waits
+            processes.end()
+            assert not threads()
+        finally:
+            os.kill(waits, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(waits, 0)[1]))
+        """
+    env = os.environ | dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29999",
+                            TORCH_CPP_LOG_LEVEL="FATAL")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, text=True, check=False,
+                          capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["there", str(128 + signal.SIGTERM)]
+    assert done.stderr.splitlines()[-1].startswith("SIGTERM before the first step")
 
 
 @pytest.mark.parametrize("env, words", [
