@@ -162,11 +162,14 @@ def plot_systems(records: list[dict], output: Path):
     for config, scores in by_system(records).items():
         mean = statistics.mean(scores)
         colour = next((c for k, c in colours.items() if config.startswith(k)), "#d55e00")
+        below = colour == "#d55e00"  # WhiteMatter's names above their marks, others' below
         for ax, x in zip(axes, sizes(config)):
             ax.errorbar(x, mean, [[mean - min(scores)], [max(scores) - mean]], fmt="o", ms=5,
                         color=colour, capsize=3)
-            ax.annotate(label(config), (x, mean), (5, 3), textcoords="offset points", fontsize=8)
+            ax.annotate(label(config), (x, mean), (6, -10 if below else 4), fontsize=8,
+                        textcoords="offset points", color=colour)
     axes[0].set_xscale("log", base=2)
+    axes[0].set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], ["1/16", "1/8", "1/4", "1/2", "1"])
     axes[0].set_xlabel("cache, in that of vanilla with 16 layers")
     axes[0].set_ylabel("test perplexity (bars: lowest and highest of the seeds)")
     axes[1].set_xlabel("training, GFLOP a token, without the head")
