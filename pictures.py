@@ -14,11 +14,12 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 # before torch, which reads what it tells OpenMP
-from configurator import UserError, key, parse, run
+from configurator import UserError, key, parse, run, show
 
 # isort: split
 import numpy as np
@@ -41,6 +42,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 DASHES = ("-", "--", ":", "-.")
 FEEDBACK, FORWARD = (0.835, 0.369, 0.0), (0.0, 0.447, 0.698)  # two of them
 CONTEXT = 30  # tokens printed before an unusual one
+WIDTH = 40  # letters of a name on a line
 
 
 def plot():
@@ -52,11 +54,33 @@ def plot():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     plt.rcParams.update({
+        "font.family": ["sans-serif"], "text.parse_math": False,  # a name may hold dollars
         "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
         "axes.edgecolor": "#8a8a8a", "axes.labelcolor": INK, "text.color": INK,
         "xtick.color": "#555555", "ytick.color": "#555555", "axes.titlesize": 10,
         "axes.grid": True, "grid.color": "#e6e6e6", "legend.frameon": False})
     return plt
+
+
+def legible(plt, names: list[str]) -> list[str]:
+    """Names, broken into lines, as text of a picture, to which fonts that have their letters are
+    added; a letter that no font here has, or that does not print, is escaped."""
+    from matplotlib import font_manager
+
+    def known(path: str) -> set[str]:
+        return {c for c in lacking if ord(c) in font_manager.get_font(path).get_charmap()}
+
+    names = [show(name) for name in names]
+    lacking = {c for name in names for c in name}
+    lacking -= known(font_manager.findfont(font_manager.FontProperties()))
+    for font in font_manager.fontManager.ttflist if lacking else ():
+        upright = (font.style, font.weight) == ("normal", 400)
+        if upright and not font.name.startswith("Last Resort") and (found := known(font.fname)):
+            plt.rcParams["font.family"] = [*plt.rcParams["font.family"], font.name]
+            lacking -= found
+    escaped = {ord(c): ascii(c)[1:-1] for c in lacking}
+    return ["\n".join(text[i:i + WIDTH] for i in range(0, len(text), WIDTH))
+            for text in (name.translate(escaped) for name in names)]
 
 
 def save(fig, output: str):
@@ -277,7 +301,8 @@ def read_curves(c: CurvesConfig) -> list[Curve]:
         raise UserError(f"smooth={c.smooth}: at least 1 is needed")
     if c.tokens_per_step is not None and c.tokens_per_step < 1:
         raise UserError(f"tokens_per_step={c.tokens_per_step}: at least 1 is needed")
-    places = [p.strip() for p in c.logs.split(",") if p.strip()]
+    listed = [c.logs] if os.path.exists(c.logs) else c.logs.split(",")  # a comma in a name
+    places = [p.strip() for p in listed if p.strip()]
     if not places:
         raise UserError("logs is empty: name folders with a log.csv, comma separated")
     curves = [read_curve(where, c) for where in places]
@@ -319,6 +344,7 @@ def curves(c: CurvesConfig):
     """Losses of runs, and beside them how they differ from the first (one run: how it ends)."""
     runs = read_curves(c)
     plt = plot()
+    names = legible(plt, [r.name for r in runs])
     fig, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.2))
     longest = max(r.x[-1] for r in runs)
     unit, name = next((u, n) for u, n in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand "),
@@ -326,8 +352,7 @@ def curves(c: CurvesConfig):
     for n, r in enumerate(runs):
         style = dict(color=COLOURS[n % len(COLOURS)], ls=DASHES[n // len(COLOURS) % len(DASHES)])
         marks = style | dict(ls="", marker="o", ms=5, mec="white", mew=0.8, zorder=3)
-        label = r.name + (f"  (validation {r.val_loss[-1]:.3f})" if len(r.val_loss) else "")
-        left.plot(r.x / unit, r.loss, lw=1.3, label=label, **style)
+        left.plot(r.x / unit, r.loss, lw=1.3, label=f"run {n}", **style)
         left.plot(r.val_x / unit, r.val_loss, **marks)
         if len(runs) == 1:
             right.plot(r.x / unit, r.loss, lw=1.3, **style)
@@ -343,7 +368,9 @@ def curves(c: CurvesConfig):
     left.set(xlabel=f"{name}{'tokens' if runs[0].in_tokens else 'steps'}",
              ylabel="loss, nats per token", ylim=view(shown), xlim=(0, 1.02 * longest / unit),
              title="line: training, averaged; dots: validation")
-    left.legend(loc="upper right")
+    for text, shown, r in zip(left.legend(loc="upper right").get_texts(), names, runs):
+        # not as a label, which would be left out for an underscore before it
+        text.set_text(shown + (f"  (validation {r.val_loss[-1]:.3f})" if len(r.val_loss) else ""))
     right.set(xlabel=left.get_xlabel())
     shared = min(runs[0].x[-1], max((r.x[-1] for r in runs[1:]), default=0))
     if len(runs) == 1:
@@ -356,7 +383,7 @@ def curves(c: CurvesConfig):
         right.axhline(0, lw=1.3, color=COLOURS[0])
         ends = [relative(r, runs[0])[1] for r in runs[1:]]
         ends = [y[len(y) // 10:] for y in ends] + [np.zeros(1)]
-        right.set(title=f"perplexity against {runs[0].name}", ylabel="difference, %",
+        right.set(title=f"perplexity against {names[0]}", ylabel="difference, %",
                   xlim=(0, 1.02 * shared / unit), ylim=view(ends))
     fig.tight_layout()
     save(fig, c.output)
@@ -453,6 +480,7 @@ def draw_perplexities(ax, schedules: list[dict], exact: float):
     longest = max(len(s["perplexities"]) for s in schedules)
     ax.set(yscale="log", xlabel="pass", ylabel="perplexity off by, %", xlim=(0.5, longest + 0.5),
            title="after each pass")
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.set_ylim(bottom=0.02)  # far below the line it does not matter any more
     ax.minorticks_off()
     ax.xaxis.get_major_locator().set_params(integer=True)

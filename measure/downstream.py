@@ -7,6 +7,7 @@ Dimensions: B rows, T tokens.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -144,7 +145,8 @@ class DownstreamConfig:
     tokenizer: str | None = key(None, "its name or path; None: the copy beside the checkpoint")
     tasks: str = key("lambada_openai,wikitext,piqa,winogrande,boolq,hellaswag,arc_easy,"
                      "arc_challenge,openbookqa", "names that the harness knows, comma separated")
-    task_dir: str | None = key(None, "a folder with tasks of your own (.yaml)")
+    task_dir: str | None = key(None, "a folder with tasks of your own (.yaml), from which "
+                               "the paths in them start")
     limit: int | None = key(None, "so many examples of each task only")
     context: int | None = key(None, "tokens that the model reads at most; of a longer text, the "
                               "end; None: as in training, up to the paper's 1,024")
@@ -216,15 +218,19 @@ def generation(settings: dict) -> tuple[list[str], int, float]:
 
 
 def run_tasks(scorer: Scorer, tasks: list[str], task_dir: str | None, limit: int | None) -> dict:
-    """Results of the harness by task, zero-shot: {task: {metric: value}}."""
-    harness, model = import_harness(), harness_model(scorer)
-    manager = harness.tasks.TaskManager(include_path=task_dir)
+    """Results of the harness by task, zero-shot: {task: {metric: value}}.
+
+    Relative paths in the tasks of `task_dir` start from there.
+    """
+    harness, model, here = import_harness(), harness_model(scorer), os.getcwd()
+    manager = harness.tasks.TaskManager(include_path=task_dir and os.path.abspath(task_dir))
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise UserError(f"tasks: {', '.join(unknown)}: not known to lm_eval"
                         + (f", nor in {task_dir}" if task_dir else "; --task_dir= names a folder "
                            "with tasks of your own"))
     try:
+        os.chdir(task_dir or here)
         found = harness.simple_evaluate(
             model=model, tasks=tasks, num_fewshot=0, limit=limit, task_manager=manager,
             bootstrap_iters=0, log_samples=False)
@@ -232,6 +238,8 @@ def run_tasks(scorer: Scorer, tasks: list[str], task_dir: str | None, limit: int
         raise UserError(f"tasks={','.join(tasks)}: the harness could not run them "
                         f"({' '.join(str(error).split())[:300]}); their data are downloaded once, "
                         "--task_dir= takes tasks with local data") from None
+    finally:
+        os.chdir(here)
     # as "acc,none": the name of a filter follows the comma
     results = {}
     for task, metrics in found["results"].items():

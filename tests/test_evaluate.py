@@ -1,7 +1,9 @@
 """evaluate.py: perplexity of a file and log-likelihoods of texts, against hand computation."""
 
+import contextlib
 import json
 import math
+import os
 import random
 import re
 import sys
@@ -505,7 +507,8 @@ def harness(monkeypatch):
     """The parts of lm_eval that are used, as it documents them."""
 
     def simple_evaluate(model, tasks, num_fewshot, limit, task_manager, **_):
-        assert num_fewshot == 0 and task_manager.include_path == "mine"
+        assert num_fewshot == 0 and Path(task_manager.include_path).samefile(".")
+        assert Path.cwd().name == "mine"
         request = [SimpleNamespace(args=pair) for pair in REQUESTS[:limit]]
         texts = [SimpleNamespace(args=(text,)) for text in ("one", "two more")]
         asks = [SimpleNamespace(args=("The s", {"until": ["x"], "max_gen_toks": 3}))]
@@ -549,6 +552,22 @@ def test_downstream_command(folder, harness, capsys):
     assert ["paper:", "WhiteMatter", "k=16", "63.55", "43.28"] in lines
     with pytest.raises(UserError, match="tasks: other: not known to lm_eval, nor in mine"):
         evaluate.main([*argv, "--tasks=other"])
+
+
+def test_paths_in_tasks_of_ones_own_start_from_their_folder(folder, harness, monkeypatch):
+    """And not from the working folder, in which the results are written, whatever comes of it."""
+    (folder / "mine").mkdir()
+    (folder / "mine" / "texts.jsonl").touch()
+    argv = ["downstream", "--tasks=piqa", "--task_dir=mine", "--device=cpu", "--json=result.json"]
+    harness.tasks.TaskManager = lambda include_path: SimpleNamespace(
+        match_tasks=lambda names: names if os.path.isdir(include_path) else [])
+    results = {"piqa": {"acc,none": 0.5}}
+    for data, error in (("texts.jsonl", None), ("data/texts.jsonl", UserError)):
+        harness.simple_evaluate = lambda **_: open(data).close() or {"results": results}  # noqa: B023
+        with pytest.raises(error, match=data) if error else contextlib.nullcontext():
+            evaluate.main(argv)
+        assert Path.cwd() == folder
+    assert (folder / "result.json").exists()
 
 
 class Trap:
@@ -641,18 +660,19 @@ def test_local_tasks_in_the_real_harness(folder, monkeypatch, batch_size):
 
 @torch.no_grad()
 def test_the_papers_formats_from_local_files(folder, monkeypatch):
-    """LAMBADA, PIQA and WikiText as the harness asks them, from tests/tasks/."""
+    """LAMBADA, PIQA and WikiText as the harness asks them, from tests/tasks/, and from any folder:
+    the paths in the tasks start from theirs."""
     pytest.importorskip("lm_eval")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
-    monkeypatch.chdir(Path(__file__).parent.parent)  # which the paths in the tasks start from
+    tasks = os.path.relpath(Path(__file__).with_name("tasks"))
     evaluate.main(["downstream", "--tasks=lambada_local,piqa_local,wikitext_local",
-                   "--task_dir=tests/tasks", f"--out_dir={folder / 'out'}", "--device=cpu",
-                   f"--json={folder / 'result.json'}"])
+                   f"--task_dir={tasks}", "--device=cpu", "--context=1024",
+                   "--json=result.json"])
     found = json.loads((folder / "result.json").read_text())["results"]
     s = scorer()
 
     def rows(name):
-        return map(json.loads, open(f"tests/tasks/{name}.jsonl", encoding="utf-8"))
+        return map(json.loads, open(f"{tasks}/{name}.jsonl", encoding="utf-8"))
 
     words = [row["text"].rpartition(" ") for row in rows("lambada")]
     nats = [s.loglikelihood([(text, " " + word)])[0][0] for text, _, word in words]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from dataclasses import asdict
 
@@ -141,6 +142,35 @@ def test_curves_picture(here, figures):
         [100 * math.expm1(-0.1), 100 * math.expm1(-0.2)])
     colours = {line.get_color() for line in lines}
     assert len(colours) == 2
+
+
+@pytest.mark.filterwarnings("error")  # of matplotlib's: no such letter, no room
+def test_runs_are_drawn_by_their_names_whatever_these_are(here, figures):
+    """What matplotlib leaves out of a legend (a leading underscore), reads as mathematics (dollars,
+    which may then be wrong), or has no room or letter for.
+    [matplotlib/matplotlib#21295, matplotlib/matplotlib#20266]"""
+    names = ["$\\frac{$", "_hidden", "$alpha$", r"a\$b", "100%_{x}^2", "\\", "модель"]
+    odd = {"two\nlines": r"'two\nlines'", os.fsdecode(b"\xff"): r"'\udcff'",
+           "l" * 50: f"{'l' * 40}\n{'l' * 10}"}
+    for name in (*names, *odd, "a,b"):
+        write_log(here / name, [5.0, 4.0])
+    pictures.main(["curves", f"--logs={','.join([*names, *odd])}"])
+    texts = figures[0].axes[0].get_legend().get_texts()
+    assert [t.get_text() for t in texts] == [*names, *odd.values()]
+    assert figures[0].axes[1].get_title() == f"perplexity against {names[0]}"
+    figures[0].canvas.draw()
+    assert [run.name for run in pictures.read_curves(CurvesConfig(logs="a,b"))] == ["a,b"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_letter_is_of_a_font_that_has_it_or_escaped(figures, monkeypatch):
+    manager = pytest.importorskip("matplotlib.font_manager").fontManager
+    monkeypatch.setattr(manager, "ttflist", [f for f in manager.ttflist if "mpl-data" in f.fname])
+    plt = pictures.plot()
+    assert pictures.legible(plt, ["x\u210a", "\u65e5本"]) == ["x\u210a", r"\u65e5\u672c"]
+    assert list(plt.rcParams["font.family"])[1:] == ["STIXGeneral"]
+    plt.figure().suptitle("x\u210a")
+    plt.gcf().canvas.draw()
 
 
 def test_curves_of_one_run_show_its_end(here, figures):
