@@ -164,6 +164,8 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
             cache = pool_all(model, parts, groups, whole)
             for t in range(n_passes):
                 old = list(parts)
+                # blocks that no channel is made of run once, at the end; with a tolerance, any
+                # pass may be that
                 last = last_phase and (t + 1 == n_passes or tol is not None)
                 top = end if last else end - model.n_idle
                 for q, group in enumerate(groups):
