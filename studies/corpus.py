@@ -20,15 +20,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, key, run, run_command
-from configurator import parse as parse_settings
+# before torch, which reads what it tells OpenMP
+from configurator import UserError, key, parse, run, run_command
+
+# isort: split
+from baselines import plan
+from measure.flops import flops_per_token
+from running.settings import TrainConfig
 from studies.jobs import Job, chosen, read_records, run_jobs
+from train import model_config
 
 SEEDS = 1337, 1338, 1339
 RATE = 2e-3  # of config/short.py
-SYSTEMS = ("vanilla16", "wm16", "wm16_k12", "wm16_k8", "wm16_k4", "wm16_k2", "wm16_k1",
-           "static16", "static16_k1", "nofeedback16", "lckv16_w4", "lckv16_w7", "feedback16",
-           "recurrent16", "fusedkv16", "fusedkv16_lite", "vanilla24")
+SYSTEMS = {  # configs, and how pictures call them
+    "vanilla16": "vanilla", "wm16": "k=16", "wm16_k12": "k=12", "wm16_k8": "k=8", "wm16_k4": "k=4",
+    "wm16_k2": "k=2", "wm16_k1": "k=1", "static16": "static k=16", "static16_k1": "static k=1",
+    "nofeedback16": "no feedback", "lckv16_w4": "LCKV w=4", "lckv16_w7": "LCKV w=7",
+    "feedback16": "Feedback", "recurrent16": "Recurrent", "fusedkv16": "FusedKV",
+    "fusedkv16_lite": "FusedKV-Lite", "vanilla24": "vanilla, 24 layers"}
 THREE_SEEDS = "vanilla16", "wm16", "wm16_k8", "wm16_k1"
 THREE_RATES = "vanilla16", "wm16_k8"
 GROUPS, NO_GRAD, GRAD = (1, 4, 8, 16), (1, 4, 2), (1, 2)  # the least telling come last
@@ -94,7 +103,7 @@ def schedules(c: StudyConfig) -> Iterator[Job]:
 
 
 def study_command(argv: list[str], make, usage: str, file: str):
-    c = parse_settings(StudyConfig(), argv, usage)
+    c = parse(StudyConfig(), argv, usage)
     if c.at_once < 1:
         raise UserError(f"at_once={c.at_once}: at least 1 is needed")
     path = c.json or file
@@ -139,16 +148,8 @@ def by_system(records: list[dict]) -> dict[str, list[float]]:
 
 def sizes(config: str) -> tuple[float, float]:
     """Of a config: its cache, in that of vanilla16, and GFLOP of training per token."""
-    from configurator import read_config_file
-    from measure.flops import flops_per_token
-    from running.settings import TrainConfig
-    from train import model_config
-
-    c = TrainConfig()
-    for name, value in read_config_file(f"config/{config}.py", c).items():
-        setattr(c, name, value)
+    c = parse(TrainConfig(), [f"config/{config}.py"], "")
     mc = model_config(c, {"vocab_size": 50257, "eos_id": 50256})
-    from baselines import plan
     return len(plan(mc).channels) / 16, flops_per_token(mc, 2048, "training") / 1e9
 
 
@@ -166,7 +167,7 @@ def plot_systems(records: list[dict], output: Path):
         for ax, x in zip(axes, sizes(config)):
             ax.errorbar(x, mean, [[mean - min(scores)], [max(scores) - mean]], fmt="o", ms=5,
                         color=colour, capsize=3)
-            ax.annotate(label(config), (x, mean), (6, -10 if below else 4), fontsize=8,
+            ax.annotate(SYSTEMS[config], (x, mean), (6, -10 if below else 4), fontsize=8,
                         textcoords="offset points", color=colour)
     axes[0].set_xscale("log", base=2)
     axes[0].set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], ["1/16", "1/8", "1/4", "1/2", "1"])
@@ -174,14 +175,6 @@ def plot_systems(records: list[dict], output: Path):
     axes[0].set_ylabel("test perplexity (bars: lowest and highest of the seeds)")
     axes[1].set_xlabel("training, GFLOP a token, without the head")
     save(fig, str(output))
-
-
-def label(config: str) -> str:
-    """A config's name as the paper would say it."""
-    for old, new in (("wm16_", ""), ("wm16", "k16"), ("16_", " "), ("static16", "static k16"),
-                     ("static k1", "static k1"), ("_", " ")):
-        config = config.replace(old, new)
-    return config if config.startswith(("vanilla", "k", "static k16")) else config.replace("16", "")
 
 
 def plot_schedules(records: list[dict], output: Path):
@@ -214,7 +207,7 @@ def plot_schedules(records: list[dict], output: Path):
 
 def plot_command(argv: list[str]):
     """Pictures of both."""
-    c = parse_settings(PlotConfig(), argv, "python -m studies.corpus plot: what the studies found")
+    c = parse(PlotConfig(), argv, "python -m studies.corpus plot: what the studies found")
     for file, draw, name in ((c.systems, plot_systems, "study.png"),
                              (c.schedules, plot_schedules, "schedules.png")):
         records = read_records(file)
