@@ -91,8 +91,11 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
         state["model"] = {re.sub(r"^((module|_orig_mod)\.)+", "", name): tensor
                           for name, tensor in state["model"].items()}
         ModelConfig(**state["model_config"])
-        state["config"]["block_size"]
-        state["meta"]["tokenizer"], state["meta"]["vocab_size"], state["meta"]["eos_id"]
+        for part, name, kind in (("config", "block_size", int), ("meta", "tokenizer", str),
+                                 ("meta", "vocab_size", int)):
+            if not isinstance(value := state[part][name], kind):
+                raise TypeError(f"{name}={value!r}")
+        state["meta"]["eos_id"]
     except Exception as error:
         if no_memory(error):
             raise

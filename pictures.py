@@ -12,6 +12,7 @@ Each writes one file, --output, whose ending (.png, .svg, .pdf) says in which fo
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from baselines import Plan, named, plan
 from checkpoint import load_checkpoint, load_model
 from decoding import TOLERANCE, Schedule
 from evaluate import Windows
+from measure.timing import write_whole
 from model import Decoder, ModelConfig, rms_norm
 from sample import read_text
 from text.rows import load_meta
@@ -85,10 +87,11 @@ def legible(plt, names: list[str]) -> list[str]:
 
 def save(fig, output: str):
     """Write the picture and say where. Raises UserError if that is not possible."""
-    path = Path(output)
+    path, data = Path(output), io.BytesIO()
     try:
+        fig.savefig(data, dpi=130, format=path.suffix[1:])
         path.parent.mkdir(parents=True, exist_ok=True)
-        fig.savefig(path, dpi=130)
+        write_whole(path, data.getvalue())
     except (OSError, ValueError) as error:  # ValueError: no such format
         raise UserError(f"output={output}: cannot write it ({error})") from None
     finally:

@@ -7,10 +7,11 @@ Turn text into files of token ids: `data/NAME/{train,val,test}.bin` and `meta.js
     python prepare_data.py fineweb-edu --tokenizer=qwen3  # the paper's: 16 GB are downloaded
 
 A .txt file is one document; a .jsonl file holds one per line, in its "text", a .parquet file one
-per row, in its column "text" (needs pyarrow). .txt.gz and .jsonl.gz are read, too. What is no text
-(a byte that is not UTF-8, half a surrogate pair) becomes U+FFFD, a null is an empty document, and
-empty ones are skipped; all are counted, and said at the end. Tokenizers are those of
-text/tokenizer.py: bytes, gpt2, qwen3, ..., or the path of a tokenizer.json or .tiktoken file.
+per row, in its column "text" (needs pyarrow). .txt.gz and .jsonl.gz are read, too; what is hidden
+in a folder (.git, ._x.txt) is not. What is no text (a byte that is zero or not UTF-8, half a
+surrogate pair) becomes U+FFFD, a null is an empty document, and empty ones are skipped; all are
+counted, and said at the end. Tokenizers are those of text/tokenizer.py: bytes, gpt2, qwen3, ..., or
+the path of a tokenizer.json or .tiktoken file.
 
 The ids are little endian, uint16 where the vocabulary fits and uint32 where not, with one EOS
 after every document; OUT_DIR/tokenizer has a copy of the tokenizer's files, where it has any. No
@@ -30,6 +31,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -43,6 +45,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError, joined, key, parse, run
+from running.signals import REQUESTS
 from text.documents import FORMATS, Documents, find_files, fineweb_edu, python_documents
 from text.tokenizer import CARRIED, Tokenizer, carry, get_tokenizer, pieces
 
@@ -164,10 +167,17 @@ worker_tokenizer: Tokenizer  # of a worker process, which gets it once
 
 
 def start_worker(tokenizer: Tokenizer) -> None:
-    """Keep the tokenizer, and leave Ctrl-C to the main process."""
+    """Keep the tokenizer, leave Ctrl-C to the main process, and end where that is killed."""
     global worker_tokenizer  # noqa: PLW0603
     worker_tokenizer = tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=follow, args=(multiprocessing.parent_process(),), daemon=True).start()
+
+
+def follow(process) -> None:
+    """End when another process has ended."""
+    process.join()
+    os._exit(1)
 
 
 def work(batch: list) -> tuple[dict[str, bytes], int]:
@@ -465,7 +475,9 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
 
 def main(argv: list[str]) -> None:
     """Run the command line. Raises UserError."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # leaves no part behind
+    for number in (getattr(signal, name, None) for name in REQUESTS):
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # leaves no part behind
     corpus, config = read_command(argv)
     name, documents = corpus, None  # the default corpus needs no reading
     if config.input:
@@ -502,8 +514,8 @@ def dataset_name(names: str, first: Path) -> str:
     if path.is_dir():
         return path.name
     path = path if path.exists() else first.resolve().parent  # a glob goes by its folder
-    ending = next((ending for ending in FORMATS if path.name.endswith(ending)), "")
-    return path.name.removesuffix(ending)
+    ending = next((ending for ending in FORMATS if path.name.lower().endswith(ending)), "")
+    return path.name[:len(path.name) - len(ending)]
 
 
 def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,

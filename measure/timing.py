@@ -110,6 +110,23 @@ def write_json(path: str | None, results: dict):
         print(text, file=session.answers or sys.stdout)
         return
     try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_whole(Path(path), f"{text}\n".encode())
     except OSError as error:
-        raise UserError(f"json={path}: cannot write there ({error.strerror})") from None
+        print(text)  # which may have taken hours
+        raise UserError(f"json={path}: cannot write there ({error.strerror}); the results are on "
+                        "stdout") from None
+
+
+def write_whole(path: Path, data: bytes):
+    """All of a file, or what was there stays: it is written beside and renamed, unless it is no
+    file, such as /dev/stdout. Raises OSError."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = path.resolve()  # a link stays a link
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

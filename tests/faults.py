@@ -69,8 +69,13 @@ def start(folder: Path, processes: int = 1, limit: int | None = None, **changes)
         env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def finish(process, seconds: int = 120) -> tuple[int, str, str]:
-    out, error = process.communicate(timeout=seconds)
+def finish(process, seconds: int = 600) -> tuple[int, str, str]:
+    """Status and output; a process that is not over in time, even on a busy machine, is killed."""
+    try:
+        out, error = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     return process.returncode, out, error
 
 

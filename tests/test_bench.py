@@ -1,9 +1,11 @@
 """bench.py: FLOP per token beside the paper's table, and the convergence study end to end."""
 
+import errno
 import gc
 import json
 import statistics
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from bench import PAPER
 from checkpoint import save_checkpoint
 from configurator import UserError, run
 from kernels import accelerate
-from measure import convergence, flops
+from measure import convergence, flops, timing
 from measure.flops import MODES, count_flops, flops_per_token
 from model import ModelConfig
 from solvers import autoregressive, cyclic
@@ -450,6 +452,25 @@ def test_bad_input(argv, message):
     with pytest.raises(UserError) as error:
         bench.main(argv)
     assert message in str(error.value)
+
+
+def test_results_that_a_full_disk_does_not_take_are_printed_and_those_before_stay(
+        tmp_path, monkeypatch, capsys):
+    old, link = tmp_path / "r.json", tmp_path / "link.json"
+    link.symlink_to(old)
+    timing.write_json(str(link), {"a": 1})
+    assert json.loads(old.read_text()) == {"a": 1} and link.is_symlink()
+
+    def full(path, data):
+        with open(path, "wb") as file:
+            file.write(data[:3])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match="No space left on device.; the results are on stdout"):
+        timing.write_json(str(old), {"a": 2})
+    assert json.loads(capsys.readouterr().out) == {"a": 2}
+    assert json.loads(old.read_text()) == {"a": 1} and len(list(tmp_path.iterdir())) == 2
 
 
 def test_vanilla_has_no_schedules(checkpoint):

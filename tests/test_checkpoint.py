@@ -87,6 +87,9 @@ def test_wrapper_prefixes_are_stripped_and_unknown_names_refused(state):
 
 @pytest.mark.parametrize("part, value, words", [
     ("config", {}, "block_size"), ("meta", {"tokenizer": "bytes"}, "vocab_size"),
+    ("config", {"block_size": "16"}, "block_size='16'"),
+    ("meta", {"tokenizer": 5, "vocab_size": 257, "eos_id": 256}, "tokenizer=5"),
+    ("meta", {"tokenizer": "bytes", "vocab_size": "257", "eos_id": 256}, "vocab_size='257'"),
     ("meta", "x", "TypeError"), ("model_config", {"kv": "foo"}, "kv='foo'"),
     ("model_config", {"n_future": 3}, "n_future"), ("model_config", [1], "TypeError")])
 def test_what_a_checkpoint_lacks_is_named(state, part, value, words):

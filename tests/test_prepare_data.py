@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -293,6 +294,55 @@ def test_a_worker_that_dies_ends_the_run_with_a_message(tmp_path):
     with pytest.raises(UserError, match="worker process has died.*--processes=2"):
         prepare_data.prepare([["text"]], tokenizer, str(tmp_path / "out"), config)
     assert not (tmp_path / "out").exists()
+
+
+ENDLESS = """
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+sys.path.insert(0, sys.argv.pop(1))
+import prepare_data
+
+class Endless(prepare_data.Documents):
+    def __iter__(self):
+        for n in range(10**6):
+            print(n, flush=True)
+            yield ["text " * 2**18]
+            time.sleep(0.05)
+
+prepare_data.Documents = Endless
+prepare_data.main(sys.argv[1:])
+"""
+
+
+def is_alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # as it is of a zombie
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers on Linux")
+@pytest.mark.parametrize("number, processes", [(signal.SIGHUP, 1), (signal.SIGKILL, 2)])
+def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, number, processes):
+    """A terminal that closes, no memory: what can, removes its part, and no worker waits for ever.
+    [python/cpython#111873]"""
+    (tmp_path / "a.txt").write_text("text")
+    out = tmp_path / "out"
+    run = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, str(ROOT), f"--input={tmp_path / 'a.txt'}",
+         f"--out_dir={out}", f"--processes={processes}"], stdout=subprocess.PIPE, text=True)
+    while run.stdout.readline() != "5\n":
+        pass
+    workers = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    assert (len(workers) > 1) == (processes > 1)
+    run.send_signal(number)
+    run.stdout.close()
+    assert run.wait(20) == (129 if number == signal.SIGHUP else -9)
+    assert out.exists() == (number == signal.SIGKILL)
+    until = time.monotonic() + 20
+    while any(map(is_alive, workers)):
+        assert time.monotonic() < until, "a worker is still there"
+        time.sleep(0.05)
 
 
 class Terminal(io.StringIO):

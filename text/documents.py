@@ -33,7 +33,8 @@ from configurator import UserError
 
 FORMATS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 CHUNK = 2**18  # bytes that are read at a time
-NO_TEXT = re.compile(r"[\ud800-\udfff]")  # half a surrogate, or what stands for a byte: see `whole`
+# half a surrogate, or what stands for a byte, or a zero: see `whole`
+NO_TEXT = re.compile(r"[\0\ud800-\udfff]")
 PAUSE = 1  # seconds, doubled with every try of a download
 
 # --- files
@@ -42,7 +43,8 @@ PAUSE = 1  # seconds, doubled with every try of a download
 def find_files(names: str) -> list[Path]:
     """The files named by a comma-separated list of files, folders and globs, in order.
 
-    Raises UserError for a name without a file of one of our FORMATS.
+    What is hidden in a folder, by a dot before its name, is left out. Raises UserError for a name
+    without a file of one of our FORMATS.
     """
     files: list[Path] = []
     listed = [names] if os.path.exists(names) else names.split(",")  # a comma in a file's name
@@ -52,23 +54,29 @@ def find_files(names: str) -> list[Path]:
             paths = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
         if not paths:
             raise UserError(f"--input: {name} does not exist")
-        inside = itertools.chain(*(sorted(p.rglob("*")) if p.is_dir() else [p] for p in paths))
-        found = [p for p in inside if p.name.endswith(FORMATS) and p.is_file()]
+        inside = itertools.chain(*(files_in(p) if p.is_dir() else [p] for p in paths))
+        found = [p for p in inside if p.name.lower().endswith(FORMATS) and p.is_file()]
         if not found:
             raise UserError(f"--input: {name} is or holds no {', '.join(FORMATS)} file")
         files += found
     if not files:
         raise UserError(f"--input={names}: names no file")
-    if any(p.suffix == ".parquet" for p in files):
+    if any(p.suffix.lower() == ".parquet" for p in files):
         import_parquet()  # now, not when the others have been read
     return list(dict.fromkeys(files))
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All that is in a folder and those in it, but what is hidden there."""
+    return [p for p in sorted(folder.rglob("*"))
+            if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
 
 
 class Documents:
     """The documents of some files, in order, and how far the reading of them has come.
 
-    What is no text, a byte that is not UTF-8 or half a surrogate pair in JSON, becomes U+FFFD and
-    is counted in `replaced`; `first` says where. A null is an empty document.
+    What is no text, a byte that is not UTF-8 or is zero, or half a surrogate pair in JSON, becomes
+    U+FFFD and is counted in `replaced`; `first` says where. A null is an empty document.
     """
 
     def __init__(self, files: Iterable[Path]):
@@ -93,12 +101,17 @@ class Documents:
     def whole(self, document: Iterable[tuple[int, str]], path: Path) -> Iterator[str]:
         """The strings of a document, which came with the number of their line or row."""
         for number, text in document:
-            if not text.isascii() and NO_TEXT.search(text):
-                unit = "row" if path.suffix == ".parquet" else "line"
+            if no_text(text):
+                unit = "row" if path.suffix.lower() == ".parquet" else "line"
                 self.first = self.first or f"{path}, {unit} {number}"
                 text, n = NO_TEXT.subn("\ufffd", text)  # noqa: PLW2901
                 self.replaced += n
             yield text
+
+
+def no_text(text: str) -> re.Match | None:
+    """The first character that is no text; quick where there is none."""
+    return None if text.isascii() and "\0" not in text else NO_TEXT.search(text)
 
 
 def read_file(raw, path: Path) -> Iterator[Iterable[tuple[int, str]]]:
@@ -107,8 +120,9 @@ def read_file(raw, path: Path) -> Iterator[Iterable[tuple[int, str]]]:
     A byte that is not UTF-8 is half a surrogate in them. Raises UserError with the file's name if
     something is wrong.
     """
-    file = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
-    kind = path.name.removesuffix(".gz").rpartition(".")[2]
+    name = path.name.lower()
+    file = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if name.endswith(".gz") else raw
+    kind = name.removesuffix(".gz").rpartition(".")[2]
     if kind == "txt":
         yield read_text(file, path)
     else:
@@ -126,7 +140,7 @@ def read_text(file, path: Path) -> Iterator[tuple[int, str]]:
             if line == 1 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise UserError(f"{path} is UTF-16, not UTF-8")
             text = decoder.decode(data, final=not data)
-            bad = None if text.isascii() else NO_TEXT.search(text)
+            bad = no_text(text)
             cut = bad.start() if bad else len(text)  # so that its line is known
             for part in (text[:cut], text[cut:]):
                 yield line, part

@@ -27,6 +27,10 @@ class HuggingFace:
             token["special"] = token.get("special") or token["content"] in ENDS
         table |= {"truncation": None, "padding": None, "post_processor": None}
         table["model"]["dropout"] = None
+        for part in ("continuing_subword_prefix", "end_of_word_suffix"):  # the library may panic
+            if table["model"].get(part):
+                raise ValueError(f"its model has {part}={table['model'][part]!r}, as no byte-level "
+                                 "BPE has")
         self.content = json.dumps(table)
         try:
             self.library = library.Tokenizer.from_str(self.content)
@@ -82,8 +86,9 @@ def check_steps(table: dict) -> None:
         raise ValueError(f"its model is {model['type']}, not byte-level BPE")
     if normalizer not in (None, {"type": "NFC"}):
         raise ValueError(f"its normalizer is {normalizer['type']}, not NFC or none")
-    steps = table["pre_tokenizer"] or {"type": "none"}
-    steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    none = {"type": "none"}
+    steps = table["pre_tokenizer"] or none
+    steps = steps["pretokenizers"] or [none] if steps["type"] == "Sequence" else [steps]
     if steps[-1]["type"] != "ByteLevel":
         raise ValueError(f"its pre-tokenizer ({' + '.join(step['type'] for step in steps)}) does "
                          "not end in ByteLevel")

@@ -54,12 +54,14 @@ def test_reading_tells_how_far_it_has_come(tmp_path):
 
 def test_files_are_named_by_lists_folders_and_globs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("b/2.txt", "b/1.jsonl.gz", "b/c/3.txt.gz", "b/no.md", "a.txt", "x,y.txt"):
+    for name in ("b/2.txt", "b/1.jsonl.gz", "b/c/3.txt.gz", "b/no.md", "a.txt", "x,y.txt",
+                 "b/.git/4.txt", "b/._2.txt", ".h/5.txt", "B/6.TXT", "B/7.Jsonl.GZ"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     found = {names: [str(p) for p in find_files(names)] for names in
-             ("b", "a.txt, b/*.txt", "b/**/*.gz", "x,y.txt", "a.txt,a.txt", "b/*")}
+             ("b", "a.txt, b/*.txt", "b/**/*.gz", "x,y.txt", "a.txt,a.txt", "b/*",
+              ".h", "b/._2.txt", "B")}
     assert found == {
         "b": ["b/1.jsonl.gz", "b/2.txt", "b/c/3.txt.gz"],
         "a.txt, b/*.txt": ["a.txt", "b/2.txt"],
@@ -67,12 +69,15 @@ def test_files_are_named_by_lists_folders_and_globs(tmp_path, monkeypatch):
         "x,y.txt": ["x,y.txt"],
         "a.txt,a.txt": ["a.txt"],
         "b/*": ["b/1.jsonl.gz", "b/2.txt", "b/c/3.txt.gz"],
+        ".h": [".h/5.txt"], "b/._2.txt": ["b/._2.txt"],  # hidden ones, by their names alone
+        "B": ["B/6.TXT", "B/7.Jsonl.GZ"],
     }
     for names, message in (("z*.txt", "z[*].txt does not exist"), (",", "names no file"),
                            ("b/no.md", "no.md is or holds no")):
         with pytest.raises(UserError, match=message):
             find_files(names)
-    for names, name in (("b", "b"), ("b/2.txt", "2"), ("b/1.jsonl.gz", "1"), ("b/*.gz", "b")):
+    for names, name in (("b", "b"), ("b/2.txt", "2"), ("b/1.jsonl.gz", "1"), ("b/*.gz", "b"),
+                        ("B/6.TXT", "6")):
         assert prepare_data.dataset_name(names, find_files(names)[0]) == name
 
 
@@ -134,6 +139,17 @@ def test_what_is_no_text_is_replaced_counted_and_named_in_every_format(tmp_path,
     (tmp_path / "c.txt").write_text("twice as many bytes", encoding="utf-16")
     with pytest.raises(UserError, match="c.txt is UTF-16, not UTF-8"):
         texts_of(tmp_path / "c.txt")
+
+
+def test_a_zero_is_no_text(tmp_path):
+    """UTF-16 without a mark of its byte order is full of them, and so are binary files."""
+    (tmp_path / "a.TXT").write_bytes(b"a\n" + "bc".encode("utf-16-le"))
+    (tmp_path / "b.JSONL").write_bytes(rb'{"text": "a\u0000"}')
+    for name, text, where in (("a.TXT", "a\nb\ufffdc\ufffd", "a.TXT, line 2"),
+                              ("b.JSONL", "a\ufffd", "b.JSONL, line 1")):
+        source = Documents([tmp_path / name])
+        assert ["".join(d) for d in source] == [text]
+        assert source.replaced == text.count("\ufffd") and source.first.endswith(where)
 
 
 def test_a_parquet_string_that_is_not_utf8_is_replaced_too(tmp_path):

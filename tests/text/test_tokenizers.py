@@ -138,6 +138,13 @@ def broken(**model) -> dict:
                                           "trim_offsets": True}]}), "do not give the text back"),
         (tokenizer_json(MERGES, pre_tokenizer=None), "pre-tokenizer"),
         (tokenizer_json(MERGES, added_tokens=[]), "no end of document"),
+        ([], "of another shape"), (broken(vocab=None), "of another shape|invalid type"),
+        (tokenizer_json(MERGES, model="BPE"), "of another shape"),
+        (tokenizer_json(MERGES, added_tokens=["x"]), "of another shape"),
+        (tokenizer_json(MERGES, pre_tokenizer={"type": "Sequence", "pretokenizers": []}),
+         r"its pre-tokenizer \(none\) does not end"),
+        (broken(continuing_subword_prefix="##"), "continuing_subword_prefix='##'"),
+        (broken(end_of_word_suffix="</w>"), "end_of_word_suffix='</w>'"),
     ],
 )
 def test_a_tokenizer_json_of_another_kind_is_refused_with_the_reason(tmp_path, content, message):
