@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import UserError
+from measure.timing import write_whole
 
 
 @dataclass
@@ -46,9 +47,7 @@ def add_record(path: str, record: dict):
     runs = [r for r in read_records(path) if r["name"] != record["name"]] + [record]
     runs.sort(key=lambda r: r["name"])
     text = ",\n".join(json.dumps(r) for r in runs)
-    part = Path(path + ".part")
-    part.write_text(f'{{"runs": [\n{text}\n]}}\n', encoding="utf-8")
-    part.replace(path)
+    write_whole(Path(path), f'{{"runs": [\n{text}\n]}}\n'.encode())
 
 
 def chosen(jobs: Iterable[Job], only: str | None, path: str) -> list[Job]:
