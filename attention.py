@@ -87,7 +87,7 @@ def in_blocks(block: Callable, rows: Rows, n_repeat: int, k: Tensor, v: Tensor,
     """block(rows, first, keep, k, v, *queries) for as many queries (B, T, ...) at a time as make
     PAIRS, on the keys up to the last column that these can read."""
     (B, T), S = queries[0].shape[:2], k.size(1)
-    # masks that autograd keeps anyway are made once, too
+    # masks that autograd keeps anyway are made once, too; those of all groups are S x S together
     keep = torch.is_grad_enabled() or B * S * S * n_repeat <= PAIRS
     size = max(1, PAIRS // (B * S * n_repeat))
     if size >= T:

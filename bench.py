@@ -48,7 +48,7 @@ from measure.timing import (
     write_json,
 )
 from model import ModelConfig
-from solvers import solve
+from running.devices import pick_device, pick_dtype
 
 # ---- flops
 
@@ -184,8 +184,8 @@ def train_command(argv: list[str]):
     check(c, "batch_size", "block_size", "trials", "warmups")
     if c.document < 0:
         raise UserError(f"document={c.document}: a length, or 0 for rows of one document")
-    models, device = c.models(), train.pick_device(c.device)
-    dtype, peak = train.pick_dtype(c.dtype, device), peak_flops(device)
+    models, device = c.models(), pick_device(c.device)
+    dtype, peak = pick_dtype(c.dtype, device), peak_flops(device)
     how = {"peak_flops": peak, **environment(device, dtype)}
     print(f"{machine(device)}\n{c.batch_size} x {c.block_size} tokens, "
           f"vocabulary {c.vocab_size:,}, L={c.n_layer}, D={c.n_embd}; MFU of "
@@ -226,16 +226,10 @@ def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
     optimizers = train.make_optimizers(model, train.TrainConfig())
     fast = accelerate(model, dtype, c.compile, c.kernels, training=True, graph=c.graph)
 
-    def update():
-        for optimizer in optimizers:
-            optimizer.step()
-        fast.after_step()
-
-    update = fast.graphed(update)
+    update = train.make_optimizer_step(fast, optimizers)
 
     def step():
-        train.clip_and_reduce(flat, 1.0, train.Processes())
-        update()
+        update(train.clip_and_reduce(flat, 1.0, train.Processes()))
         flat.zero_()
 
     x, y = random_rows(c, device)
@@ -249,17 +243,10 @@ def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
 
 def time_micro_step(fast: Fast, x: Tensor, y: Tensor, c: TrainBenchConfig, device: str) -> dict:
     """Its first runs, which compile and capture, and those after them."""
-    def micro_step(x, y):
-        with fast.autocast():
-            loss = fast.model.loss(solve(fast.model, x).final, y)
-        loss.backward()
-        fast.after_backward()
-        return loss.detach()
-
-    graphed = fast.graphed(micro_step)
+    micro_step = train.make_micro_step(fast, 1.0)
 
     def run_once():
-        graphed(x, y)
+        micro_step(x, y)
 
     began = time.perf_counter()
     for _ in range(3 if fast.graph else 1):
@@ -360,8 +347,8 @@ def decode_command(argv: list[str]):
               "it,\nwith the choice of the token and its way to the host")
     check(c, "context", "steps", "trials", "warmups")
     check_choice(c)
-    models, device = c.models(), train.pick_device(c.device)
-    dtype = train.pick_dtype(c.dtype, device)
+    models, device = c.models(), pick_device(c.device)
+    dtype = pick_dtype(c.dtype, device)
     batch_sizes = [whole_number("batch_sizes", part) for part in c.batch_sizes.split(",")]
     print(f"{machine(device)}\ncontext {c.context}, L={c.n_layer}, D={c.n_embd}, vocabulary "
           f"{c.vocab_size:,}, temperature {c.temperature}, top_k {c.top_k}; GB/s: keys and values "

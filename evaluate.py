@@ -11,7 +11,7 @@ block_size that do not overlap, and the last one, which may be shorter, counts t
 but the first of the file is a target exactly once. Each token counts the same, so the batch size
 changes nothing but the time (with --exact no more than the tolerance, as a batch ends together).
 
-Downstream tasks are in downstream.py.
+Downstream tasks are in measure/downstream.py.
 
 Dimensions: B rows, T tokens, g groups.
 """
@@ -38,12 +38,12 @@ from checkpoint import load_model
 from decoding import Schedule, schedule_of
 from kernels import Fast, accelerate
 from measure.convergence import CLOSE, PassLosses
-from measure.timing import check, device_name, machine, write_json
+from measure.timing import check, environment, machine, write_json
 from model import Decoder
+from running.devices import pick_device, pick_dtype
 from solvers import Report
 from text.rows import load_meta, open_tokens, to_device
 from text.tokenizer import other_ids
-from train import pick_device, pick_dtype
 
 SPLITS = ("train", "val", "test")
 REFERENCE = (16, 32)  # groups and passes that stand in for decoding there
@@ -220,8 +220,7 @@ def perplexity_command(argv: list[str]):
     seconds = time.perf_counter() - began
     print(f"{seconds:.1f} s" + ("" if study else f", {windows.n_targets / seconds:,.0f} tokens/s"))
     write_json(c.json, {
-        "command": "perplexity", "settings": asdict(c), "torch": torch.__version__,
-        "device": device_name(device), "dtype": str(dtype).removeprefix("torch."),
+        "command": "perplexity", "settings": asdict(c), **environment(device, dtype),
         "model": asdict(model.config), "step": step, "file": str(path),
         "block_size": windows.block_size, "windows": len(windows), "targets": windows.n_targets,
         "seconds": seconds, **results})

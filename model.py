@@ -183,7 +183,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.n_embd)
         self.n_channels = config.n_layer
         self.iterated = (0, config.n_layer)  # the layers that every pass of a solver runs again
-        self.n_idle = 0  # of them, those at the top that no channel is made of: the last pass's
+        self.n_top = 0  # blocks at their top whose output feeds no channel: the last pass's alone
 
     def has_kv(self, layer: int) -> bool:
         """Does this block project keys and values itself?"""
@@ -252,7 +252,8 @@ class Decoder(nn.Module):
     def attend(self, layer: int, q: Tensor, h: list[Tensor], own: list, rows: Rows,
                cache: Cache | None) -> Tensor:
         """What `layer` reads: attention of its queries, given the states that enter the layers up
-        to this one, and the keys and values that their blocks have projected.
+        to this one, and the keys and values that their blocks have projected (`own`; a system may
+        put something else there for later layers).
 
         Whole rows are complete in themselves and leave copies in the cache, if there is one;
         single tokens (decoding, no gradients) attend to what the cache holds.

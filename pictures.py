@@ -33,10 +33,10 @@ from decoding import TOLERANCE, Schedule
 from evaluate import Windows
 from measure.timing import write_whole
 from model import Decoder, ModelConfig, rms_norm
+from running.devices import pick_device
 from sample import read_text
 from text.rows import load_meta
 from text.tokenizer import Tokenizer, other_ids, tokenizer_of
-from train import pick_device
 
 PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"
 # Okabe and Ito's colours, which all can tell apart; then the same with another dash

@@ -119,7 +119,7 @@ class WhiteMatter(Decoder):
         self.n_channels = config.n_channels
         self.has_dummy = config.dummy
         self.sources = slice(0, self.kv_pool.n_sources)
-        self.n_idle = 1 - config.top_output  # the last block
+        self.n_top = int(not config.top_output)  # h[L] feeds no channel
 
     def init_weights(self):
         super().init_weights()

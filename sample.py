@@ -30,9 +30,9 @@ from checkpoint import load_model
 from decoding import SOLVERS, TOLERANCE, Stats, check_choice, generate
 from kernels import accelerate
 from model import Decoder
+from running.devices import pick_device, pick_dtype
 from solvers import evaluation_schedule
 from text.tokenizer import Tokenizer, tokenizer_of
-from train import pick_device, pick_dtype
 
 
 @dataclass

@@ -5,7 +5,8 @@ Three ways to resolve the feedback (section 3.3): H = States(X; Pool(H)).
 g strided groups in order, each reading what the groups before it have just computed. All three
 are causal for any schedule: no output depends on a later token. `one_pass` serves the systems
 that need no iteration, whichever is called; `solve` picks by the model's config. Where only some
-layers depend on what they produce (LCKV), those below and above them run once, on whole rows.
+layers depend on what they produce (LCKV), those below and above them run once, on whole rows; and
+a block whose output feeds no channel (WhiteMatter's last) runs in the last pass only.
 
 Truncated backpropagation: only the last `n_grad` passes carry gradients. They start from states
 that are constants (with `n_nograd = 0`: from the embeddings, which are not), and project the
@@ -22,7 +23,7 @@ from torch import Tensor
 from attention import Cache, Rows
 from model import Decoder, ModelConfig
 
-States = list[Tensor]  # h[0..L] of some tokens, L + 1 x (B, T, D)
+States = list[Tensor]  # h[0..L] of some tokens, (B, T, D) each; between passes without h[L]
 
 
 @dataclass
@@ -163,11 +164,10 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
                 parts = [constant(h) for h in parts]
             cache = pool_all(model, parts, groups, whole)
             for t in range(n_passes):
-                old = list(parts)
-                # blocks that no channel is made of run once, at the end; with a tolerance, any
-                # pass may be that
-                last = last_phase and (t + 1 == n_passes or tol is not None)
-                top = end if last else end - model.n_idle
+                old = list(parts) if measure or tol is not None else parts
+                # the whole stack in the last pass, which with a tolerance may be any
+                whole_stack = last_phase and (t + 1 == n_passes or tol is not None)
+                top = end if whole_stack else end - model.n_top
                 for q, group in enumerate(groups):
                     parts[q] = model.states(xs[q], group, cache, first, top)
                     # the last group of a phase is read by nobody but the caller

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import train
 from attention import Cache, Rows
 from baselines import build, named_configs
 from checkpoint import load_model
@@ -27,8 +26,12 @@ from kernels import Fast, accelerate
 from measure.flops import flops_per_token, store_flops
 from measure.timing import check, empty, environment, machine, measure, synchronise, write_json
 from model import Decoder, ModelConfig
+from running.devices import pick_device, pick_dtype
+from running.settings import TrainConfig
 from solvers import cyclic, evaluation_schedule, interleave
+from text.rows import TokenRows, load_meta
 from text.tokenizer import other_ids
+from train import model_config
 
 CLOSE = 0.01  # perplexity counts as converged within 1 % of the exact one
 RESIDUALS_OF = (1, 4, 8, 16)  # groups, in the table of residuals
@@ -77,10 +80,10 @@ def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
     if not model.iterates:
         raise UserError(f"{c.out_dir}: kv={model.config.kv} is exact in one pass, there is no "
                         "schedule to compare")
-    folder, meta = train.load_meta(checkpoint["config"]["dataset"])
+    folder, meta = load_meta(checkpoint["config"]["dataset"])
     if said := other_ids(meta, checkpoint["meta"]):
         raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}")
-    rows = train.TokenRows(folder / "val.bin", meta,
+    rows = TokenRows(folder / "val.bin", meta,
                            c.block_size or checkpoint["config"]["block_size"], None)
     return model, *rows.batch(0, min(c.rows, rows.n_rows), device)
 
@@ -90,8 +93,8 @@ def random_sizes(c: PrefillConfig) -> tuple[ModelConfig, int]:
     config, T = PAPER_MODEL, PAPER_T
     if c.random == "tiny":
         tiny = Path(__file__).parent.parent / "config/tiny.py"
-        settings = parse(train.TrainConfig(), [str(tiny)], "")
-        config = train.model_config(settings, {"vocab_size": 257, "eos_id": 256})
+        settings = parse(TrainConfig(), [str(tiny)], "")
+        config = model_config(settings, {"vocab_size": 257, "eos_id": 256})
         T = settings.block_size
     if c.n_layer is not None:
         config = replace(config, n_layer=c.n_layer, n_channels=c.n_layer)
@@ -139,11 +142,12 @@ class PassLosses:
         del self.model.states  # back to the method
         return kind is Enough
 
-    def __call__(self, x: Tensor, rows: Rows, cache: Cache, *layers: int) -> list[Tensor]:
+    def __call__(self, x: Tensor, rows: Rows, cache: Cache, first: int = 0,
+                 end: int | None = None) -> list[Tensor]:
         if rows.complete:  # the layers below and above, which run once
             self.rows = rows
-            return self.states(x, rows, cache, *layers)
-        first, end = self.model.iterated
+            return self.states(x, rows, cache, first, end)
+        end = self.model.iterated[1]
         h = self.states(x, rows, cache, first, end)
         self.parts.append(h[-1])
         if len(self.parts) == self.n_groups:
@@ -242,14 +246,14 @@ def prefill_command(argv: list[str]):
         raise UserError("systems have the paper's schedules: without schedules")
     if c.batch_size is None:
         c.batch_size = PAPER_BATCH if c.out_dir is None and c.random == "paper" else 8
-    device = train.pick_device(c.device)
-    dtype = train.pick_dtype(c.dtype, device)
+    device = pick_device(c.device)
+    dtype = pick_dtype(c.dtype, device)
     if c.systems:
         return time_systems(c, device, dtype)
     model, x, y = load(c, device)
     T = x.size(1)
     given = c.schedules and [schedule_named(text, T) for text in c.schedules.split(",")]
-    counted = train.pick_dtype(c.passes_dtype, device, "passes_dtype")
+    counted = pick_dtype(c.passes_dtype, device, "passes_dtype")
     what = "times only" if given else \
         f"perplexity of {len(x)} rows in {str(counted).removeprefix('torch.')}"
     fast = accelerate(copy.deepcopy(model), dtype, c.compile, graph=c.graph)

@@ -19,10 +19,10 @@ from checkpoint import load_model
 from configurator import UserError, key, parse
 from decoding import SOLVERS, Schedule, generate, schedule_of
 from kernels import accelerate
-from measure.timing import check, device_name, machine, write_json
+from measure.timing import check, environment, machine, write_json
 from model import Decoder, upcast
+from running.devices import pick_device, pick_dtype
 from text.tokenizer import Tokenizer, tokenizer_of
-from train import pick_device, pick_dtype
 
 PAPER_CONTEXT = 1024  # tokens, of its downstream tasks
 CHUNK = 1024  # tokens whose logits are held at a time
@@ -301,7 +301,6 @@ def downstream_command(argv: list[str]):
     print(table(str(c.out_dir), results))
     print(f"{seconds:.1f} s")
     write_json(c.json, {
-        "command": "downstream", "settings": asdict(c), "torch": torch.__version__,
-        "device": device_name(device), "dtype": str(dtype).removeprefix("torch."),
+        "command": "downstream", "settings": asdict(c), **environment(device, dtype),
         "model": asdict(model.config), "step": checkpoint.get("step"),
         "context": context, "schedule": asdict(schedule), "seconds": seconds, "results": results})

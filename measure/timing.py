@@ -4,10 +4,12 @@ Time and memory of the commands of bench.py: measured, described, written to a f
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -58,7 +60,16 @@ def empty(device: str) -> int:
 def environment(device: str, dtype: torch.dtype) -> dict:
     """What times depend on, for the JSON file."""
     return {"device": device_name(device), "dtype": str(dtype).removeprefix("torch."),
-            "torch": torch.__version__, "threads": torch.get_num_threads()}
+            "torch": torch.__version__, "threads": torch.get_num_threads(), "commit": commit()}
+
+
+def commit() -> str | None:
+    """The commit of this code, if git and its folder are here."""
+    where = Path(__file__).parent
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=where,
+                                       stderr=subprocess.DEVNULL, text=True).strip()
+    return None
 
 
 def device_name(device: str) -> str:

@@ -5,10 +5,11 @@ Every system, and every schedule, on one corpus: `python -m studies.corpus COMMA
     python -m studies.corpus schedules --dataset=mine    # results/schedules.json, Figure 5a
     python -m studies.corpus plot                        # docs/study.png, docs/schedules.png
 
-A run is train.py over config/short.py (4,000 steps of 8 x 2,048 tokens; half as many for a
-schedule) and evaluate.py perplexity on all of the test set. The dataset is of GPT-2's tokens,
-65.5 M or more. A run whose record is in the JSON file is not made again, and one that was stopped
-goes on; so the same command may be given again until it has nothing left to do.
+A run is train.py over config/short.py, 4,000 steps of 8 x 2,048 tokens, and evaluate.py perplexity
+on all of the test set; for a schedule, half as many steps and the paper's three figures on the
+first 320 rows. The dataset is of GPT-2's tokens, 65.5 M or more. A run whose record is in the JSON
+file is not made again, and one that was stopped goes on: the same command may be given again until
+it has nothing left to do.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from configurator import UserError, key, parse, run, run_command
 from baselines import plan
 from measure.flops import flops_per_token
 from running.settings import TrainConfig
-from studies.jobs import Job, chosen, read_records, run_jobs
+from studies.jobs import Job, StudyConfig, read_records, study
 from train import model_config
 
 SEEDS = 1337, 1338, 1339
@@ -45,28 +46,23 @@ JACOBI_ROWS = 320  # of the test set, for the three figures of a schedule
 
 
 @dataclass
-class StudyConfig:
+class CorpusConfig(StudyConfig):
     """What `systems` and `schedules` take."""
 
     dataset: str = key("corpus", "folder under data/")
-    only: str | None = key(None, "parts of names of runs, with commas; None: all")
-    list: bool = key(False, "print the names of the runs that are left, and end")
-    at_once: int = key(1, "runs side by side")
-    minutes: float | None = key(None, "time for all; then runs are stopped, to go on later")
-    folder: str = key("out/study", "where checkpoints and logs go")
-    json: str | None = key(None, "file of results; None: results/study.json or schedules.json")
 
 
-def job(c: StudyConfig, name: str, config: str, settings: dict, score: tuple[str, ...] = ()) -> Job:
+def job(c: CorpusConfig, name: str, config: str, settings: dict,
+        score: tuple[str, ...] = ()) -> Job:
     """Training and score of a run."""
-    out = f"{c.folder}/{name}"
+    out = f"{c.folder}/{c.dataset}/{name}"
     keys = [f"--{k}={v}" for k, v in settings.items()]
     commands = [["train.py", f"config/{config}.py", "config/short.py", f"--dataset={c.dataset}",
                  f"--out_dir={out}", "--init_from=auto", *keys],
                 ["evaluate.py", "perplexity", f"--out_dir={out}", f"--json={out}/score.json",
                  *score]]
-    settings = {"seed": SEEDS[0], "learning_rate": RATE, **settings}
-    return Job(name, commands, lambda: {"config": config, **settings, **outcome(Path(out))})
+    said = {"dataset": c.dataset, "config": config, "seed": SEEDS[0], "learning_rate": RATE}
+    return Job(name, commands, lambda: {**said, **settings, **outcome(Path(out))})
 
 
 def outcome(out: Path) -> dict:
@@ -76,11 +72,11 @@ def outcome(out: Path) -> dict:
                       if r.get("val_loss")]
     score = json.loads((out / "score.json").read_text(encoding="utf-8"))
     kept = ("step", "targets", "loss", "perplexity", "training_schedule", "decoding", "jacobi",
-            "device", "dtype", "torch")
+            "device", "dtype", "torch", "commit")
     return {"validation": validation, **{k: score[k] for k in kept if k in score}}
 
 
-def systems(c: StudyConfig) -> Iterator[Job]:
+def systems(c: CorpusConfig) -> Iterator[Job]:
     """All systems with one seed; those that the paper rests on with three, two of them with half
     and double the learning rate."""
     for seed in SEEDS:
@@ -91,7 +87,7 @@ def systems(c: StudyConfig) -> Iterator[Job]:
             yield job(c, f"{config}-{SEEDS[0]}-{rate:g}", config, {"learning_rate": rate})
 
 
-def schedules(c: StudyConfig) -> Iterator[Job]:
+def schedules(c: CorpusConfig) -> Iterator[Job]:
     """The grid of the paper's Figure 5a, k = 8, with its three figures on the first rows."""
     for n_nograd in NO_GRAD:
         for n_grad in GRAD:
@@ -102,28 +98,28 @@ def schedules(c: StudyConfig) -> Iterator[Job]:
                           ("--solver=paper", f"--limit_rows={JACOBI_ROWS}"))
 
 
-def study_command(argv: list[str], make, usage: str, file: str):
-    c = parse(StudyConfig(), argv, usage)
-    if c.at_once < 1:
-        raise UserError(f"at_once={c.at_once}: at least 1 is needed")
-    path = c.json or file
-    jobs = chosen(make(c), c.only, path)
-    if c.list or not jobs:
-        print("\n".join(job.name for job in jobs) or f"{path}: nothing left to do")
-        return
-    run_jobs(jobs, path, Path(c.folder), c.at_once, c.minutes)
+def of_dataset(make):
+    """`make` for a file of results that has no runs of another data set. Raises UserError."""
+    def jobs(c: CorpusConfig) -> Iterator[Job]:
+        others = {r["dataset"] for r in read_records(c.json, "dataset")} - {c.dataset}
+        if others:
+            raise UserError(f"json={c.json}: it has results of dataset={', '.join(others)}, and "
+                            f"takes none of {c.dataset}; --json= names another file")
+        return make(c)
+    return jobs
 
 
 def systems_command(argv: list[str]):
     """All systems."""
-    study_command(argv, systems, "python -m studies.corpus systems: perplexity of every system",
-                  "results/study.json")
+    study(argv, CorpusConfig(json="results/study.json"), of_dataset(systems),
+          "python -m studies.corpus systems: perplexity of every system")
 
 
 def schedules_command(argv: list[str]):
     """All schedules."""
-    study_command(argv, schedules, "python -m studies.corpus schedules: the grid of the paper's "
-                  "section \"Iteration schedules in training\"", "results/schedules.json")
+    study(argv, CorpusConfig(json="results/schedules.json"), of_dataset(schedules),
+          "python -m studies.corpus schedules: the grid of the paper's section \"Iteration "
+          "schedules in training\"")
 
 
 # ---- pictures
@@ -163,7 +159,7 @@ def plot_systems(records: list[dict], output: Path):
     for config, scores in by_system(records).items():
         mean = statistics.mean(scores)
         colour = next((c for k, c in colours.items() if config.startswith(k)), "#d55e00")
-        below = colour == "#d55e00"  # WhiteMatter's names above their marks, others' below
+        below = colour == "#d55e00"  # the other systems' names, which would meet WhiteMatter's
         for ax, x in zip(axes, sizes(config)):
             ax.errorbar(x, mean, [[mean - min(scores)], [max(scores) - mean]], fmt="o", ms=5,
                         color=colour, capsize=3)
@@ -208,9 +204,10 @@ def plot_schedules(records: list[dict], output: Path):
 def plot_command(argv: list[str]):
     """Pictures of both."""
     c = parse(PlotConfig(), argv, "python -m studies.corpus plot: what the studies found")
-    for file, draw, name in ((c.systems, plot_systems, "study.png"),
-                             (c.schedules, plot_schedules, "schedules.png")):
-        records = read_records(file)
+    for file, draw, name, needed in (
+            (c.systems, plot_systems, "study.png", ("config", "learning_rate", "perplexity")),
+            (c.schedules, plot_schedules, "schedules.png", ("n_groups", "training_schedule"))):
+        records = read_records(file, *needed)
         if records:
             draw(records, Path(c.output) / name)
         else:

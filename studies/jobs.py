@@ -5,7 +5,9 @@ Many runs, a few at a time, with the results of all in one JSON file that can be
 from __future__ import annotations
 
 import json
+import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,8 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError
-from measure.timing import write_whole
+from configurator import UserError, key, parse
+from measure.timing import check, write_whole
 
 
 @dataclass
@@ -28,18 +30,59 @@ class Job:
 
     def lines(self) -> list[str]:
         """The commands as one would type them."""
-        return [f"python {' '.join(command)}" for command in self.commands]
+        return [shlex.join(["python", *command]) for command in self.commands]
 
 
-def read_records(path: str) -> list[dict]:
-    """What a file of results holds; nothing if there is none. UserError for another file."""
+@dataclass
+class StudyConfig:
+    """What every study takes."""
+
+    only: str | None = key(None, "names of runs, or parts of names, with commas; None: all")
+    list: bool = key(False, "print the names of the runs that are left, and end")
+    at_once: int = key(1, "runs side by side, all on the same device")
+    minutes: float | None = key(None, "time for all; then runs are stopped, to go on later")
+    folder: str = key("out/study", "where logs and checkpoints go")
+    json: str = key("results/study.json", "file of results, of one command at a time")
+
+
+def study(argv: list[str], defaults: StudyConfig, make: Callable[..., Iterable[Job]], usage: str):
+    """Run the jobs that make(settings) names and that have no record yet, and add theirs.
+
+    A job that fails, or lacks time, leaves none: then the exit status is 1.
+    """
+    c = parse(defaults, argv, usage)
+    check(c, "at_once")
+    if c.json == "-":
+        raise UserError("json=-: a study adds to a file of results")
+    if c.minutes is not None and not 0 < c.minutes < math.inf:
+        raise UserError(f"minutes={c.minutes}: more than 0 are needed; None sets no limit")
+    jobs = chosen(make(c), c.only, c.json)
+    if c.list or not jobs:
+        print("\n".join(job.name for job in jobs) or f"{c.json}: nothing left to do")
+        return
+    try:
+        Path(c.folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"folder={c.folder}: {error.strerror}") from None
+    left = run_jobs(jobs, c.json, Path(c.folder), c.at_once, c.minutes)
+    if left:
+        raise UserError(f"{left} of {len(jobs)} runs have no result yet; the same command goes on")
+
+
+def read_records(path: str, *needed: str) -> list[dict]:
+    """What a file of results holds; nothing if there is none. UserError for another file, or one
+    whose records have not what is needed."""
     if not Path(path).exists():
         return []
     try:
         runs = json.loads(Path(path).read_text(encoding="utf-8"))["runs"]
-        return [r for r in runs if r["name"]]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"json={path}: not a file of results that a study has written") from None
+        lacking = [name for name in ("name", *needed) if any(name not in r for r in runs)]
+    except (OSError, ValueError, KeyError, TypeError):
+        lacking = ["runs"]
+    if lacking:
+        raise UserError(f"{path}: not the file of results that is needed here, which a study has "
+                        f"written: no {', '.join(lacking)}")
+    return runs
 
 
 def add_record(path: str, record: dict):
@@ -51,46 +94,58 @@ def add_record(path: str, record: dict):
 
 
 def chosen(jobs: Iterable[Job], only: str | None, path: str) -> list[Job]:
-    """Those that have no record yet; of them, those whose name has one of the parts in `only`, in
-    the order of these. Raises UserError for a part that no job's name has."""
+    """Those that have no record yet; of them, those that `only` names, by a whole name or by a part
+    of it, in its order. Raises UserError for what no job's name has."""
     jobs = list(jobs)
     if only is not None:
-        parts = only.split(",")
-        for part in parts:
-            if not any(part in job.name for job in jobs):
+        found = {}
+        for part in only.split(","):
+            its = [job for job in jobs if job.name == part]
+            its = its or [job for job in jobs if part and part in job.name]
+            if not its:
                 raise UserError(f"only={only}: no run has {part!r} in its name; there are "
                                 + ", ".join(job.name for job in jobs))
-        jobs = list({job.name: job for part in parts for job in jobs if part in job.name}.values())
+            found |= {job.name: job for job in its}
+        jobs = list(found.values())
     there = {r["name"] for r in read_records(path)}
     return [job for job in jobs if job.name not in there]
 
 
-def run_jobs(jobs: list[Job], path: str, logs: Path, at_once: int, minutes: float | None):
-    """Run them, so many at once; stdout and stderr of each in logs/NAME.txt. After `minutes` those
-    that still run get SIGTERM, upon which train.py saves; the same command goes on with them."""
-    logs.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + 60 * minutes if minutes else float("inf")
-    waiting, running = list(jobs), []
+def run_jobs(jobs: list[Job], path: str, logs: Path, at_once: int, minutes: float | None) -> int:
+    """Run them, so many at once; stdout and stderr of each in logs/NAME.txt. How many have no
+    record in the end.
+
+    After `minutes`, or SIGTERM, those that still run get SIGTERM, upon which train.py saves.
+    """
+    end = time.monotonic() + 60 * minutes if minutes else math.inf
+    waiting, running, done, stop = list(jobs), [], 0, False
+
+    def ask(number, frame):
+        nonlocal stop
+        stop = True
+
+    before = signal.signal(signal.SIGTERM, ask)
     try:
-        while waiting or running:
-            late = time.monotonic() > end
-            while waiting and len(running) < at_once and not late:
+        while running or (waiting and not stop):
+            stop = stop or time.monotonic() > end
+            while waiting and len(running) < at_once and not stop:
                 running.append(Running(waiting.pop(0), logs))
-            if late:
-                waiting = []
             for r in list(running):
-                if late:
-                    r.process.terminate()
+                if stop:
+                    r.stop()
                 if r.process.poll() is None:
                     continue
-                if r.process.returncode == 0 and r.start_next():
+                if r.process.returncode == 0 and not r.stopped and r.start_next():
                     continue
                 running.remove(r)
-                r.finish(path)
-            time.sleep(0.2)
+                done += r.finish(path)
+            time.sleep(0.1)
     finally:
         for r in running:
-            r.process.terminate()
+            r.stop()
+            r.process.wait()
+        signal.signal(signal.SIGTERM, before)
+    return len(jobs) - done
 
 
 class Running:
@@ -98,7 +153,7 @@ class Running:
 
     def __init__(self, job: Job, logs: Path):
         self.job, self.left, self.began = job, list(job.commands), time.monotonic()
-        self.log = logs / f"{job.name}.txt"
+        self.log, self.stopped = logs / f"{job.name}.txt", False
         self.start_next()
 
     def start_next(self) -> bool:
@@ -111,16 +166,22 @@ class Running:
                                             env={**os.environ, "PYTHONUNBUFFERED": "1"})
         return True
 
-    def finish(self, path: str):
+    def stop(self):
+        if not self.stopped:
+            self.process.terminate()
+        self.stopped = True
+
+    def finish(self, path: str) -> bool:
         """Add its record, or say how it ended."""
-        seconds = time.monotonic() - self.began
-        status = self.process.returncode
-        if status == 0:
-            add_record(path, {"name": self.job.name, "commands": self.job.lines(),
-                              **self.job.record()})
-            said = "done"
-        elif status in (128 + signal.SIGTERM, -signal.SIGTERM):
-            said = "stopped for lack of time"
-        else:
-            said = f"failed with status {status}: see {self.log}"
-        print(f"{self.job.name}: {said} after {seconds:.0f} s", flush=True)
+        said, status = f"failed: see {self.log}", self.process.returncode
+        if status == 0 and not self.left:
+            try:
+                add_record(path, {"name": self.job.name, "commands": self.job.lines(),
+                                  **self.job.record()})
+                said = "done"
+            except (OSError, ValueError, KeyError, UserError) as error:
+                said = f"failed: its results cannot be read or written ({error})"
+        elif self.stopped:
+            said = "stopped"
+        print(f"{self.job.name}: {said}, after {time.monotonic() - self.began:.0f} s", flush=True)
+        return said == "done"

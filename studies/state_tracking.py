@@ -12,14 +12,15 @@ is the control. A model that hands each token's last state to the first layers o
 if its training lets a state travel: a cyclic pass of g groups takes it over g tokens, so n passes
 reach g x n.
 
-A model has seen rows of --block_size tokens; it is scored token by token, which is exact, on longer
-ones, and by the schedule that it was trained with.
+A model has seen rows of --block_size tokens; it is scored token by token, which is exact (in
+bfloat16 where it computes in that), on longer ones, and by the schedule that it was trained with.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -37,17 +38,17 @@ from baselines import build
 from kernels import Fast, accelerate
 from measure.timing import check, environment, write_json
 from model import Decoder, ModelConfig
-from pool import WhiteMatter
 from running.devices import pick_device, pick_dtype
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Processes
 from running.settings import TrainConfig, learning_rate
+from running.settings import check as check_settings
 from solvers import autoregressive, solve
-from studies.jobs import Job, chosen, read_records, run_jobs
+from studies.jobs import Job, StudyConfig, read_records, study
 from train import make_micro_step, make_optimizer_step
 
 GROUPS = ("s5", "z60")
-CHUNK = 500  # steps whose rows are made at a time
+CHUNK = 4_096_000  # tokens of rows that are made at a time
 
 
 # ---- the task
@@ -124,7 +125,7 @@ class TrackingConfig:
         if self.start not in ("own", "last"):
             raise UserError(f"start={self.start}: choose own or last")
         names = ("kv", "lckv_w", "n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "n_hidden")
-        g, n_nograd, n_grad = passes(self.schedule)
+        g, n_nograd, n_grad = passes(self)
         channels = self.n_channels if self.kv == "whitematter" else self.n_layer
         try:
             return ModelConfig(vocab_size=128, n_channels=channels, n_groups=g, n_nograd=n_nograd,
@@ -133,11 +134,11 @@ class TrackingConfig:
             raise UserError(str(error)) from None
 
 
-def passes(schedule: str) -> tuple[int, int, int]:
-    """"8x1+2" -> groups, passes without and with gradients. Raises UserError."""
-    found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", schedule)
+def passes(c: TrackingConfig, name: str = "schedule") -> tuple[int, int, int]:
+    """Of "8x1+2": groups, passes without and with gradients. Raises UserError."""
+    found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", getattr(c, name))
     if not found or not int(found[1]) or not int(found[3]):
-        raise UserError(f"schedule={schedule}: groups x passes without + with gradients are "
+        raise UserError(f"{name}={getattr(c, name)}: groups x passes without + with gradients are "
                         "needed, such as 8x1+2")
     return int(found[1]), int(found[2]), int(found[3])
 
@@ -148,7 +149,9 @@ class Trainer:
     def __init__(self, c: TrackingConfig):
         self.c, device = c, pick_device(c.device)
         self.dtype = pick_dtype(c.dtype, device)
-        self.settings = TrainConfig(learning_rate=c.learning_rate, max_iters=c.max_iters)
+        self.settings = TrainConfig(learning_rate=c.learning_rate, max_iters=c.max_iters,
+                                    out_dir=".")
+        check_settings(self.settings)
         config = c.model()
         torch.manual_seed(c.seed)
         self.model = build(config).to(device)
@@ -168,16 +171,17 @@ class Trainer:
         self.steps(0, first)
         if c.then:
             self.model.config.n_groups, self.model.config.n_nograd, self.model.config.n_grad = (
-                passes(c.then))
+                passes(c, "then"))
             self.steps(first, c.max_iters)
 
     def steps(self, first: int, end: int):
         """Steps first..end-1, by the schedule that the model has now."""
         c, micro_step, alone = self.c, make_micro_step(self.fast, 1.0), Processes()
+        chunk = max(1, CHUNK // (c.batch_size * c.block_size))
         for step in range(first, end):
-            n = (step - first) % CHUNK
+            n = (step - first) % chunk
             if n == 0:
-                x, y = self.rows(min(CHUNK, end - step) * c.batch_size)
+                x, y = self.rows(min(chunk, end - step) * c.batch_size)
             at = slice(n * c.batch_size, (n + 1) * c.batch_size)
             self.flat.zero_()
             loss = micro_step(x[at], y[at])
@@ -186,14 +190,16 @@ class Trainer:
             self.optimizer_step(norm)
             if (step + 1) % c.log_interval == 0:
                 self.losses.append([step + 1, loss.item()])
+                if not math.isfinite(self.losses[-1][1]):
+                    raise UserError(f"step {step + 1}: loss {loss.item()}; lower learning_rate")
                 print(f"step {step + 1}: loss {self.losses[-1][1]:.4f}", flush=True)
 
 
 @torch.no_grad()
 def begin_at_last(model: Decoder):
     """Every channel starts as that of k = 1 does: with the last source."""
-    if not isinstance(model, WhiteMatter):
-        raise UserError(f"start=last: kv={model.config.kv} has no pool")
+    if model.config.kv != "whitematter":
+        raise UserError(f"start=last: kv={model.config.kv} has no channels with a choice")
     for branch in (model.kv_pool.key, model.kv_pool.value):
         branch.bias.zero_()
         branch.bias[:, -1] = 0.25
@@ -215,7 +221,7 @@ def accuracies(fast: Fast, x: Tensor, y: Tensor, solver, rows: int = 256) -> lis
 @torch.no_grad()
 def routing(model: Decoder, x: Tensor) -> dict | None:
     """Root mean square of the mixing weights of exact states: keys' and values', k x L each."""
-    if not isinstance(model, WhiteMatter):
+    if model.config.kv != "whitematter":
         return None
     h = autoregressive(model, x).states[:, :, model.sources].float()
     unit = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
@@ -227,9 +233,10 @@ def train_command(argv: list[str]):
     """One run."""
     c = parse(TrackingConfig(), argv, "python -m studies.state_tracking train: one run")
     check(c, "block_size", "batch_size", "max_iters", "score_length", "score_rows", "log_interval")
-    for schedule in filter(None, (c.schedule, c.then)):
-        if passes(schedule)[0] > c.block_size:
-            raise UserError(f"schedule={schedule}: more groups than block_size={c.block_size}")
+    for name in ("schedule", "then"):
+        if getattr(c, name) is not None and passes(c, name)[0] > c.block_size:
+            raise UserError(f"{name}={getattr(c, name)}: more groups than block_size="
+                            f"{c.block_size}")
     if c.then and not 0 < c.then_steps < c.max_iters:
         raise UserError(f"then_steps={c.then_steps}: 1 to max_iters-1={c.max_iters - 1}")
     trainer, began = Trainer(c), time.perf_counter()
@@ -274,18 +281,6 @@ RATES, RATE = (4e-4, 1e-3, 2.5e-3), 1e-3
 SEEDS = 1337, 1338, 1339
 
 
-@dataclass
-class AllConfig:
-    """What `all` takes."""
-
-    only: str | None = key(None, "parts of names of runs, with commas; None: all")
-    list: bool = key(False, "print the names of the runs that are left, and end")
-    at_once: int = key(1, "runs side by side")
-    minutes: float | None = key(None, "time for all; what is not ready then is lost")
-    folder: str = key("out/state_tracking", "where logs go")
-    json: str = key("results/state_tracking.json", "file of results")
-
-
 def plans() -> Iterator[dict]:
     """The settings of every run, the most telling first; some come twice."""
     own = {"vanilla": ONE_PASS, "nofeedback": ONE_PASS, "lckv2": LCKV}
@@ -308,7 +303,7 @@ def plans() -> Iterator[dict]:
                 yield dict(system=system, schedule=schedule, seed=seed)
 
 
-def jobs(c: AllConfig) -> Iterator[Job]:
+def jobs(c: StudyConfig) -> Iterator[Job]:
     """The runs by name, each once."""
     names = set()
     for given in plans():
@@ -319,25 +314,17 @@ def jobs(c: AllConfig) -> Iterator[Job]:
         if name in names:
             continue
         names.add(name)
-        out = f"{c.folder}/{name}.json"
+        out = Path(c.folder) / f"{name}.json"
         settings = [f"--{k}={v}" for k, v in (SYSTEMS[system] | p).items()]
         yield Job(name, [["-m", "studies.state_tracking", "train", *settings, f"--json={out}"]],
-                  lambda out=out, system=system: {"system": system, **read_json(out)})
-
-
-def read_json(path: str) -> dict:
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+                  lambda out=out, system=system: {
+                      "system": system, **json.loads(out.read_text(encoding="utf-8"))})
 
 
 def all_command(argv: list[str]):
     """All runs that have no result yet."""
-    c = parse(AllConfig(), argv, "python -m studies.state_tracking all: every run")
-    check(c, "at_once")
-    left = chosen(jobs(c), c.only, c.json)
-    if c.list or not left:
-        print("\n".join(job.name for job in left) or f"{c.json}: nothing left to do")
-        return
-    run_jobs(left, c.json, Path(c.folder), c.at_once, c.minutes)
+    study(argv, StudyConfig(folder="out/state_tracking", json="results/state_tracking.json"), jobs,
+          "python -m studies.state_tracking all: every run; what is not ready in time is lost")
 
 
 # ---- picture
@@ -361,7 +348,7 @@ def plot_command(argv: list[str]):
     from pictures import COLOURS, plot, save
 
     c = parse(PlotConfig(), argv, "python -m studies.state_tracking plot")
-    records = read_records(c.json)
+    records = read_records(c.json, "system", "schedule", "exact")
     if not records:
         raise UserError(f"json={c.json}: no results there")
     plt = plot()
@@ -402,7 +389,7 @@ def plot_command(argv: list[str]):
 
 def distance(r: dict) -> int:
     """The tokens that a state can pass in training: g x passes."""
-    g, n_nograd, n_grad = passes(r["schedule"])
+    g, n_nograd, n_grad = passes(TrackingConfig(schedule=r["schedule"]))
     return g * (n_nograd + n_grad)
 
 

@@ -208,7 +208,7 @@ def test_one_stack_pass_decodes_a_token_and_the_plan_names_the_passes(name):
     wiring = plan(model.config)
     first, end = wiring.iterated
     assert wiring.iterates == model.iterates
-    repeated = range(first, end - model.n_idle if wiring.iterates else first)
+    repeated = range(first, end - model.n_top if wiring.iterates else first)
     expected = [3 if n in repeated else 1 for n in range(len(calls))]
     assert calls == expected and solution.report.passes == max(expected)
     calls[:] = [0] * len(calls)
