@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from traceback import walk_tb
 
 import torch
 
@@ -234,9 +235,13 @@ def run_tasks(scorer: Scorer, tasks: list[str], task_dir: str | None, limit: int
         found = harness.simple_evaluate(
             model=model, tasks=tasks, num_fewshot=0, limit=limit, task_manager=manager,
             bootstrap_iters=0, log_samples=False)
-    except (OSError, ValueError) as error:  # the data set's own; no network is an OSError
+    except Exception as error:  # the task's or the data set's own, of any kind; or ours
+        if __file__ in [f.f_code.co_filename for f, _ in walk_tb(error.__traceback__)][1:]:
+            raise
+        said = str(error) if isinstance(error, OSError | ValueError) else \
+            f"{type(error).__name__}: {error.__cause__ or error}"
         raise UserError(f"tasks={','.join(tasks)}: the harness could not run them "
-                        f"({' '.join(str(error).split())[:300]}); their data are downloaded once, "
+                        f"({' '.join(said.split())[:300]}); their data are downloaded once, "
                         "--task_dir= takes tasks with local data") from None
     finally:
         os.chdir(here)

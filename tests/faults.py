@@ -1,7 +1,7 @@
 """
 Break training on purpose, and see that the next start resumes or says what is wrong.
 
-    python tests/faults.py            # about six minutes; not part of pytest
+    python tests/faults.py            # about six minutes on a quiet machine; not part of pytest
 
 SIGKILL at random moments of a run that saves after every step; SIGTERM and SIGHUP, twice each, to
 torchrun and its workers; a queue that starts the same command again and again; a disk that fills

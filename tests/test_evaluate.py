@@ -591,6 +591,16 @@ def test_what_the_harness_cannot_do(folder, harness, monkeypatch):
     harness.simple_evaluate = fail
     with pytest.raises(UserError, match=r"could not run them \(no network\)"):
         evaluate.main(["downstream", "--tasks=piqa", "--device=cpu"])
+
+    def broken(**_):  # of a task's own, of any kind
+        raise KeyError("nosplit") from ZeroDivisionError("why")
+
+    harness.simple_evaluate = broken
+    with pytest.raises(UserError, match=r"could not run them \(KeyError: why\)"):
+        evaluate.main(["downstream", "--tasks=piqa", "--device=cpu"])
+    harness.simple_evaluate = lambda model, **_: model.loglikelihood(5)
+    with pytest.raises(TypeError, match="not iterable"):  # a mistake of ours
+        evaluate.main(["downstream", "--tasks=piqa", "--device=cpu"])
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match="pip install lm_eval"):
         evaluate.main(["downstream", "--tasks=piqa", "--device=cpu"])

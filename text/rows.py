@@ -95,7 +95,8 @@ def load_meta(dataset: str) -> tuple[Path, dict]:
                             ("dtype", str), ("tokens", dict)):
             if not isinstance(meta[name], kinds):
                 raise ValueError(f"{name}: {meta[name]!r}")
-        np.dtype(meta["dtype"])
+        if np.dtype(meta["dtype"]).kind != "u":
+            raise ValueError(f"dtype: {meta['dtype']!r}")
         return folder, {name: meta[name] for name in
                         ("tokenizer", "fingerprint", "vocab_size", "eos_id", "dtype", "tokens",
                          "val_digest") if name in meta}

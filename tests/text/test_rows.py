@@ -1,5 +1,6 @@
 """Rows of prepared tokens: an order that the seed and a row's number determine."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -59,3 +60,14 @@ def test_reading_a_data_set_prepares_none(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"no such file.*python prepare_data.py\)"):
         load_meta("python")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("change", [{"dtype": "V0"}, {"dtype": "float16"}, {"dtype": "int16"},
+                                    {"dtype": "uint7"}, {"tokens": None}, {"vocab_size": "9"}])
+def test_meta_data_that_mean_no_ids_are_damaged(tmp_path, monkeypatch, change):
+    monkeypatch.chdir(tmp_path)
+    meta = {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256, "dtype": "uint16", "tokens": {}}
+    Path("data/odd").mkdir(parents=True)
+    Path("data/odd/meta.json").write_text(json.dumps(meta | change))
+    with pytest.raises(UserError, match=f"meta.json is damaged .*{next(iter(change.values()))}"):
+        load_meta("odd")
