@@ -17,10 +17,11 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 # before torch, which reads what it tells OpenMP
-from configurator import UserError, key, parse, run, show
+from configurator import UserError, key, parse, run, run_command, show
 
 # isort: split
 import numpy as np
@@ -83,6 +84,12 @@ def legible(plt, names: list[str]) -> list[str]:
     escaped = {ord(c): ascii(c)[1:-1] for c in lacking}
     return ["\n".join(text[i:i + WIDTH] for i in range(0, len(text), WIDTH))
             for text in (name.translate(escaped) for name in names)]
+
+
+def check_output(output: str):
+    """Raise UserError for no name of a picture; matplotlib would change it."""
+    if not Path(output).suffix or Path(output).is_dir():
+        raise UserError(f"output={output}: a file with an ending is needed, such as .png")
 
 
 def save(fig, output: str):
@@ -707,17 +714,14 @@ PICTURES = {"connections": (connections, ConnectionsConfig), "curves": (curves, 
 
 
 def main(argv: list[str]):
-    """Draw the picture that is named first, by the settings that follow."""
-    name, *rest = argv or [""]
-    if name in ("-h", "--help"):
-        print(__doc__.strip() + "\n\npictures: " + ", ".join(PICTURES))
-        return
-    if name not in PICTURES:
-        raise UserError(f"{name or 'no picture named'}: choose one of {', '.join(PICTURES)}")
+    run_command({name: partial(command, name) for name in PICTURES}, argv, __doc__)
+
+
+def command(name: str, argv: list[str]):
+    """Draw a picture by the settings of a command line."""
     draw, settings = PICTURES[name]
-    c = parse(settings(), rest, f"python pictures.py {name}: {draw.__doc__}")
-    if not Path(c.output).suffix or Path(c.output).is_dir():  # matplotlib would change the name
-        raise UserError(f"output={c.output}: a file with an ending is needed, such as .png")
+    c = parse(settings(), argv, f"python pictures.py {name}: {draw.__doc__}")
+    check_output(c.output)
     draw(c)
 
 

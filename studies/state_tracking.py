@@ -345,9 +345,10 @@ def best(records: list[dict], **settings) -> dict | None:
 
 def plot_command(argv: list[str]):
     """The picture."""
-    from pictures import COLOURS, plot, save
+    from pictures import COLOURS, check_output, plot, save
 
     c = parse(PlotConfig(), argv, "python -m studies.state_tracking plot")
+    check_output(c.output)
     records = read_records(c.json, "system", "schedule", "exact")
     if not records:
         raise UserError(f"json={c.json}: no results there")

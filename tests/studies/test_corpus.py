@@ -5,11 +5,11 @@ import json
 import pytest
 
 import evaluate
-from configurator import parse
+from configurator import UserError, parse
 from running.settings import TrainConfig
 from studies import corpus
 
-STUDY = corpus.StudyConfig()
+STUDY = corpus.CorpusConfig()
 
 
 def every_job():
@@ -24,7 +24,7 @@ def test_commands_are_ones_that_train_and_evaluate_take():
         assert train[0] == "train.py" and score[:2] == ["evaluate.py", "perplexity"]
         c = parse(TrainConfig(), train[1:], "")
         s = parse(evaluate.PerplexityConfig(), score[2:], "")
-        assert s.out_dir == c.out_dir == f"out/study/{j.name}"
+        assert s.out_dir == c.out_dir == f"out/study/corpus/{j.name}"
         assert c.batch_size * c.block_size * c.gradient_accumulation_steps == 16384
 
 
@@ -38,18 +38,24 @@ def test_a_schedule_is_the_paper_s_grid_at_k_8():
 
 
 def test_a_record_has_the_scores_and_every_validation_loss(tmp_path):
-    study = corpus.StudyConfig(folder=str(tmp_path))
+    study = corpus.CorpusConfig(folder=str(tmp_path), dataset="mine")
     j = next(j for j in corpus.systems(study) if j.name == "wm16_k8-1337-0.004")
-    out = tmp_path / j.name
-    out.mkdir()
+    out = tmp_path / "mine" / j.name
+    out.mkdir(parents=True)
     (out / "log.csv").write_text("step,loss,val_loss\n0,10.8,\n1000,,4.5\n1001,4.4,\n2000,,4.1\n")
     (out / "score.json").write_text(json.dumps({
         "loss": 3.7, "perplexity": 40.4, "targets": 1000, "device": "d", "torch": "t", "step": 2000,
         "settings": {}, "seconds": 3}))
     assert j.record() == {
-        "config": "wm16_k8", "seed": 1337, "learning_rate": 0.004, "loss": 3.7, "perplexity": 40.4,
+        "dataset": "mine", "config": "wm16_k8", "seed": 1337, "learning_rate": 0.004,
+        "loss": 3.7, "perplexity": 40.4,
         "validation": [[1000, 4.5], [2000, 4.1]], "step": 2000, "targets": 1000, "device": "d",
         "torch": "t"}
+
+
+def test_results_of_another_data_set_are_not_mixed_in():
+    with pytest.raises(UserError, match="it has results of dataset=corpus, and takes none of mine"):
+        corpus.systems_command(["--dataset=mine", "--list"])
 
 
 def test_other_rates_are_no_seeds():

@@ -73,15 +73,17 @@ def test_start_last_is_the_bias_of_one_channel_for_all():
     (["--group=s4"], "choose one of s5, z60"), (["--schedule=8"], "groups x passes"),
     (["--schedule=0x1+1"], "groups x passes"), (["--schedule=9x0+1"], "more groups than"),
     (["--start=first"], "choose own or last"), (["--kv=vanila"], "choose one of whitematter"),
-    (["--kv=vanilla", "--start=last"], "has no pool"),
-    (["--then=8x0+1", "--then_steps=8000"], "then_steps=8000")])
+    (["--kv=vanilla", "--start=last"], "no channels with a choice"),
+    (["--kv=nofeedback", "--start=last"], "no channels with a choice"),
+    (["--then=8x0+1", "--then_steps=8000"], "then_steps=8000"), (["--then=abc"], "then=abc"),
+    (["--learning_rate=nan"], "learning_rate=nan"), (["--learning_rate=-1"], "learning_rate=-1")])
 def test_bad_settings_are_named(argv, said):
     with pytest.raises(UserError, match=said):
         st.train_command([*SMALL, *argv])
 
 
 def test_all_runs_have_names_of_their_own_and_settings_that_train_takes():
-    jobs = list(st.jobs(st.AllConfig()))
+    jobs = list(st.jobs(st.StudyConfig()))
     assert len({j.name for j in jobs}) == len(jobs) > 60
     for j in jobs:
         c = parse(st.TrackingConfig(), j.commands[0][3:], "")
