@@ -426,8 +426,8 @@ def test_convergence_of_what_bench_writes(checkpoint, figures):
 # ---- bad input
 
 @pytest.mark.parametrize("argv, message", (
-    ([], "no picture named: choose one of connections, curves, convergence, connectome"),
-    (["curve"], "curve: choose one of"),
+    ([], "no command; choose one of connections, curves, convergence, connectome"),
+    (["curve"], "curve: unknown command; choose one of"),
     (["connections", "--systems=k7"], "k7: n_channels=7: 1 to n_layer=6"),
     (["connections", "--systems=vanilla,k"], "k: no system; choose vanilla"),
     (["curves", "--logs=nowhere"], "no such log"),
@@ -474,7 +474,7 @@ def test_without_matplotlib(here, monkeypatch):
 
 def test_help(capsys):
     pictures.main(["--help"])
-    assert "pictures: connections, curves, convergence, connectome" in capsys.readouterr().out
+    assert "commands: connections, curves, convergence, connectome" in capsys.readouterr().out
     with pytest.raises(SystemExit) as leave:
         run(pictures.main, ["connectome", "--help"])
     assert leave.value.code == 0 and "--fibres=24" in capsys.readouterr().out
