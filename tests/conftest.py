@@ -19,8 +19,10 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_finish():
-    """What is imported stays, so no search for garbage need go through all of it again."""
+    """What is imported stays, so no search for garbage need go through all of it again; and among
+    so many small tensors, seldom is enough."""
     gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
 
 
 @pytest.fixture

@@ -107,9 +107,8 @@ def test_the_equations_token_by_token(name):
 
 
 @pytest.mark.parametrize("name", ITERATED)
-@pytest.mark.parametrize("truncation", [(0, 1), (1, 2)], ids=str)
-def test_the_equations_of_jacobi_passes(name, truncation):
-    check(name, jacobi, "jacobi", ROWS, truncation)
+def test_the_equations_of_jacobi_passes(name):
+    check(name, jacobi, "jacobi", ROWS, (1, 2))
 
 
 @pytest.mark.parametrize("name", ITERATED)

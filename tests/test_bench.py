@@ -42,25 +42,29 @@ def frozen():
 def test_formula_against_the_papers_table(name):
     sizes, paper = PAPER[name]
     ours = [flops_per_token(ModelConfig(**sizes), 2048, mode) / 1e9 for mode in MODES]
-    assert ours == pytest.approx(paper, rel=0.03)
+    assert ours == pytest.approx(paper, rel=0.07)  # WhiteMatter's prefill; see below
     exact = ours if "vanilla" in name else ours[2:]  # decode, and all of vanilla: to the digit
     assert [f"{x:.3f}" for x in exact] == [f"{x:.3f}" for x in paper[-len(exact):]]
 
 
 def test_the_papers_other_figures_are_explained():
-    """Prefill: five evaluations of the pool for our four. Training: six forward for 4 6/8."""
+    """The last block runs once in three passes. Prefill: five evaluations of the pool for our four.
+    Training: six forward for 4 6/8."""
     for k, training, prefill in ((16, "1.111", "0.467"), (8, "1.028", "0.432")):
         c = ModelConfig(n_channels=k)
         pool, _ = flops.store_flops(c)
-        assert f"{(flops_per_token(c, 2048, 'prefill') + pool) / 1e9:.3f}" == prefill
-        assert f"{(flops_per_token(c, 2048, 'training') + 1.25 * pool) / 1e9:.3f}" == training
+        queries, _, rest = flops.block_flops(c)
+        twice = 2 * (queries + rest + 4 * (2048 + 1) / 2 * c.n_head * c.head_dim)  # the block
+        assert f"{(flops_per_token(c, 2048, 'prefill') + twice + pool) / 1e9:.3f}" == prefill
+        theirs = flops_per_token(c, 2048, "training") + twice + 1.25 * pool
+        assert f"{theirs / 1e9:.3f}" == training
 
 
 def test_ratios_to_vanilla():
     vanilla = flops_per_token(ModelConfig(kv="vanilla"), 2048, "training")
     for k, ratio in ((16, 2.50), (8, 2.32)):
         wm = flops_per_token(ModelConfig(n_channels=k), 2048, "training")
-        assert wm / vanilla == pytest.approx(ratio, rel=0.03)
+        assert wm / vanilla == pytest.approx(ratio, rel=0.035)
 
 
 @pytest.mark.parametrize("n_nograd", (0, 1, 2))
@@ -99,15 +103,16 @@ def test_head_is_three_products_in_training():
 
 
 def test_flops_command(tmp_path, monkeypatch, capsys):
-    # WhiteMatter at full size would take half a minute: most of it PyTorch's, not ours
-    small = {"WhiteMatter k=2": (dict(n_layer=2, n_channels=2, n_groups=2),
-                                 PAPER["WhiteMatter k=8"][1])}
-    monkeypatch.setattr(bench, "PAPER", {"vanilla L=16": PAPER["vanilla L=16"], **small})
+    """Of two layers; all of them would take half a minute, most of it PyTorch's and not ours."""
+    monkeypatch.setattr(bench, "PAPER", {
+        "vanilla L=16": (dict(kv="vanilla", n_layer=2), PAPER["vanilla L=16"][1]),
+        "WhiteMatter k=2": (dict(n_layer=2, n_channels=2, n_groups=2),
+                            PAPER["WhiteMatter k=8"][1])})
     monkeypatch.setattr(bench, "OTHERS", {"Recurrent": dict(kv="recurrent", n_layer=2, n_groups=2)})
     bench.main(["flops", f"--json={tmp_path}/flops.json"])
-    assert "51,924,480" in capsys.readouterr().out
+    assert "6,491,008" in capsys.readouterr().out
     models = json.loads((tmp_path / "flops.json").read_text())["models"]
-    assert models["vanilla L=16"]["params"] == 51_924_480
+    assert models["vanilla L=16"]["params"] == (51_924_480 - 512) / 8 + 512
     for name, mode in (("WhiteMatter k=2", "training"), ("Recurrent", "training"),
                        *(("vanilla L=16", mode) for mode in MODES)):
         cell = models[name]["modes"][mode]
@@ -230,10 +235,12 @@ def test_given_schedules(tmp_path, capsys):
     assert jacobi["paper_ratio"] is None  # of 16 groups, in the paper
     c = ModelConfig(**result["model"])
     one_pass = flops_per_token(c, 16, "prefill", passes=1) - 2 * flops.store_flops(c)[0]
+    queries, _, rest = flops.block_flops(c)
+    top = queries + rest + 4 * 17 / 2 * c.n_head * c.head_dim  # the last block, once
     pool, _ = flops.store_flops(c)
     for s, n_pool in ((jacobi, 6), (cyclic, 3), (single, 1)):
         assert s["flops_per_token"] == pytest.approx(
-            s["passes"] * (one_pass - pool / 16) + (n_pool + 1 / 16) * pool)
+            s["passes"] * (one_pass - top - pool / 16) + top + (n_pool + 1 / 16) * pool)
     assert "token" in capsys.readouterr().out
 
 
