@@ -103,8 +103,9 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
     return state
 
 
-def load_weights(model: Decoder, state: dict, path: str | Path):
-    """Give the model a checkpoint's weights. Raises UserError if they are not such a model's."""
+def load_weights(model: Decoder, state: dict, path: str | Path, assign: bool = False):
+    """Give the model a checkpoint's weights, or (`assign`) its very tensors. Raises UserError if
+    they are not such a model's."""
     theirs, ours = state["model"], model.state_dict()
     strange, missing = ([name for name in a if name not in b]
                         for a, b in ((theirs, ours), (ours, theirs)))
@@ -114,7 +115,7 @@ def load_weights(model: Decoder, state: dict, path: str | Path):
                         f"{', '.join(missing[:3]) or 'none'}; an earlier version, or a changed "
                         "model, wrote it")
     try:
-        model.load_state_dict(theirs)
+        model.load_state_dict(theirs, assign=assign)
     except RuntimeError as error:
         raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
 
@@ -131,9 +132,10 @@ def damaged(path: Path, error: Exception) -> UserError:
 def load_model(path: str | Path, device: str = "cpu") -> tuple[Decoder, dict]:
     """Model in evaluation mode and its checkpoint, from a file or an out_dir."""
     state = load_checkpoint(path)
-    model = build(ModelConfig(**state["model_config"]))
-    load_weights(model, state, path)
-    return model.to(device).eval(), state
+    with torch.device("meta"):  # no memory yet: the file's tensors become the model's
+        model = build(ModelConfig(**state["model_config"]))
+    load_weights(model, state, path, assign=True)
+    return model.to(device, torch.float32).eval(), state
 
 
 # ---- Hugging Face's names of vanilla's weights

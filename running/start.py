@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from checkpoint import damaged, load_checkpoint, load_weights
 from configurator import UserError, ranks
@@ -39,7 +40,9 @@ def check_data(c: TrainConfig, meta: dict, state: dict):
                         "tokenizer")
     if c.dataset != state["config"].get("dataset"):
         return
-    changed, now, then = [], meta["tokens"].get("train"), theirs.get("tokens", {}).get("train")
+    now, then = (m["tokens"].get("train") if isinstance(m.get("tokens"), dict) else None
+                 for m in (meta, theirs))
+    changed = []
     if None not in (now, then) and now != then:
         changed.append(f"train.bin of {now:,} tokens (there: {then:,}), and so other rows")
     now, then = meta.get("val_digest"), theirs.get("val_digest")
@@ -69,6 +72,10 @@ def restore(trainer, state: dict):
             groups = [old | {k: v for k, v in ours.items() if k != "params"} for old, ours in
                       zip(saved["param_groups"], optimizer.param_groups, strict=True)]
             optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+            for p, its in optimizer.state.items():
+                if any(isinstance(x, Tensor) and x.dim() and x.shape != p.shape
+                       for x in its.values()):
+                    raise ValueError("an optimizer's state is of other shapes than the weights")
         torch.set_rng_state(state["rng"].cpu())
         t.step, t.rows_seen = int(state["step"]), int(state["rows_seen"])
         t.best, t.saved = float(state["best_val_loss"]), t.step

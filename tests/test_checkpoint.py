@@ -98,6 +98,19 @@ def test_what_a_checkpoint_lacks_is_named(state, part, value, words):
         checkpoint.load_model("b.pt")
 
 
+def test_sizes_that_the_weights_have_not_take_no_memory(state):
+    torch.save(state | {"model_config": state["model_config"] | {"n_embd": 10**9}}, "b.pt")
+    with pytest.raises(UserError, match="b.pt: .*size mismatch for embed.weight"):
+        checkpoint.load_model("b.pt")
+
+
+def test_a_loaded_model_is_in_float32_whatever_the_file_has(state):
+    half = {name: x.bfloat16() for name, x in state["model"].items()}
+    torch.save(state | {"model": half}, "b.pt")
+    model, _ = checkpoint.load_model("b.pt")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 def test_a_flipped_bit_is_noticed(state):
     content = bytearray(Path("a/ckpt.pt").read_bytes())
     content[len(content) // 2] ^= 4

@@ -236,6 +236,16 @@ def test_a_damaged_checkpoint_does_not_resume(folder, monkeypatch, damage):
         make(folder, monkeypatch, init_from="resume")
 
 
+def test_an_optimizer_s_state_of_other_shapes_does_not_resume(folder, monkeypatch):
+    in_process(folder, monkeypatch, max_iters=1)
+    state = load("out/ckpt.pt")
+    for its in state["optimizers"][1]["state"].values():
+        its["exp_avg"] = torch.zeros(3)
+    torch.save(state, "out/ckpt.pt")
+    with pytest.raises(UserError, match="of other shapes than the weights"):
+        make(folder, monkeypatch, init_from="resume")
+
+
 def test_a_checkpoint_from_a_gpu_resumes_on_a_cpu(folder, monkeypatch):
     in_process(folder, monkeypatch, max_iters=2)
     state = load("out/ckpt.pt")

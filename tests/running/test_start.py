@@ -36,6 +36,7 @@ def test_a_data_set_prepared_again_under_its_name_is_noticed(tmp_path, monkeypat
     assert said(again, state) == "" and state["best_val_loss"] == 2.5
     assert said(again, state | {"meta": {k: meta[k] for k in ("tokenizer", "vocab_size", "eos_id")}}
                 ) == ""  # of an earlier version
+    assert said(again, state | {"meta": meta | {"tokens": None}}) == ""
     more = said(meta | {"tokens": {"train": 9999}}, state)
     assert "data/mine was prepared again: train.bin of 9,999 tokens" in more and "val" not in more
     assert state["best_val_loss"] == 2.5
