@@ -67,7 +67,8 @@ def run(main, argv: list[str] | None = None):
 
     Of several processes rank 0 prints it, and others what may have happened to them alone: the
     first one of each node, and any that has found the others. With --json=- all that main prints
-    goes to stderr, and stdout, as `session.answers`, is for the JSON alone.
+    goes to stderr, and stdout, as `session.answers`, is for the JSON alone; with --json=FILE it is
+    no end that nobody reads stdout any more.
     """
     argv = sys.argv[1:] if argv is None else argv
     for name in ("stdin", "stdout", "stderr"):
@@ -77,8 +78,10 @@ def run(main, argv: list[str] | None = None):
             getattr(sys, name).reconfigure(errors="replace")
     alone = "--json=-" in with_json(argv)
     session.answers = sys.stdout if alone else None
+    to_file = not alone and any(arg.partition("=")[0] == "--json" for arg in argv)
+    stdout = sys.stderr if alone else Unheard(sys.stdout) if to_file else sys.stdout
     try:
-        with contextlib.redirect_stdout(sys.stderr) if alone else contextlib.nullcontext():
+        with contextlib.redirect_stdout(stdout):
             main(argv)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -154,6 +157,29 @@ def let_go(stream):
     except (OSError, ValueError):
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Unheard:
+    """A stream that goes nowhere once nobody reads it."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except BrokenPipeError:
+            let_go(self.stream)
+            return len(text)
+
+    def flush(self):
+        try:
+            self.stream.flush()
+        except BrokenPipeError:
+            let_go(self.stream)
 
 
 def with_json(argv: list[str]) -> list[str]:

@@ -129,7 +129,7 @@ def script(code: str, *args, stdout=subprocess.PIPE, **env):
                           stdout=stdout, stderr=subprocess.PIPE, check=False)
 
 
-def test_a_stdout_of_another_encoding_or_none_is_no_traceback():
+def test_a_stdout_of_another_encoding_or_none_is_no_traceback(tmp_path):
     """https://github.com/Akegarasu/lora-scripts/issues/344"""
     for encoding in ("cp1252", "ascii"):
         r = script("print('out/日本é'); raise UserError('日本')", PYTHONIOENCODING=encoding)
@@ -142,6 +142,11 @@ def test_a_stdout_of_another_encoding_or_none_is_no_traceback():
     os.close(read)
     r = script("print('x')", stdout=write)
     assert (r.returncode, r.stderr) == (1, b"")
+    for code in ("print('x', flush=True)", "print('x' * 10**6)"):  # what is asked for is in a file
+        r = script(code + "; print(argv, file=open(argv[1], 'w'))", "--json=f", str(tmp_path / "f"),
+                   stdout=write)
+        assert (r.returncode, r.stderr) == (0, b"") and (tmp_path / "f").read_text()
+        (tmp_path / "f").unlink()
     if Path("/dev/full").exists():
         with open("/dev/full", "w") as full:
             r = script("print('x' * 100000)", stdout=full)
