@@ -37,7 +37,7 @@ from torch import Tensor
 from baselines import build
 from kernels import Fast, accelerate
 from measure.timing import check, environment, write_json
-from model import Decoder, ModelConfig
+from model import Decoder, ModelConfig, rms_norm
 from running.devices import pick_device, pick_dtype
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Processes
@@ -223,8 +223,7 @@ def routing(model: Decoder, x: Tensor) -> dict | None:
     """Root mean square of the mixing weights of exact states: keys' and values', k x L each."""
     if model.config.kv != "whitematter":
         return None
-    h = autoregressive(model, x).states[:, :, model.sources].float()
-    unit = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
+    unit = rms_norm(autoregressive(model, x).states[:, :, model.sources])
     return {name: branch.weights(unit * branch.pre_norm).square().mean((0, 1)).sqrt().tolist()
             for name, branch in (("keys", model.kv_pool.key), ("values", model.kv_pool.value))}
 
