@@ -169,7 +169,6 @@ class Decoder(nn.Module):
 
     reads_itself = True  # does a query see the key of its own token?
     iterates = False  # does a channel need states that are not known yet (solvers.py)?
-    own_kv = True  # do the blocks project keys and values themselves?
     has_dummy = False  # position 0 belongs to a dummy, documents start at 1
     sources = slice(0, -1)  # the states h[0..L] that iterated channels are made of
     attention = staticmethod(attend)  # of queries on keys and values that are all there
@@ -187,7 +186,7 @@ class Decoder(nn.Module):
 
     def has_kv(self, layer: int) -> bool:
         """Does this block project keys and values itself?"""
-        return self.own_kv
+        return True
 
     def init_weights(self):
         """N(0, 0.02) for every matrix, gains at 1."""

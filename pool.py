@@ -111,7 +111,6 @@ class WhiteMatter(Decoder):
 
     reads_itself = False
     iterates = True
-    own_kv = False
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -120,6 +119,9 @@ class WhiteMatter(Decoder):
         self.has_dummy = config.dummy
         self.sources = slice(0, self.kv_pool.n_sources)
         self.n_top = int(not config.top_output)  # h[L] feeds no channel
+
+    def has_kv(self, layer: int) -> bool:
+        return False  # the pool projects them
 
     def init_weights(self):
         super().init_weights()
