@@ -318,7 +318,7 @@ def python_documents(seed: int) -> Iterator[list[str]]:
 
 def is_prose(paragraph: str) -> bool:
     """Whether a paragraph is mostly letters: no grammar, doctest, table or legal notice."""
-    letters = sum(c.isalpha() or c.isspace() for c in paragraph)
+    letters = sum(map(str.isalpha, paragraph)) + sum(map(str.isspace, paragraph))
     code = ">>>" in paragraph or LEGAL.search(paragraph)
     return not code and letters >= 0.75 * len(paragraph)
 
