@@ -165,6 +165,7 @@ class Trainer:
         self.losses = []  # of the last step before each line
 
     def train(self):
+        """All steps; the last ones by the schedule `then`, if there is one."""
         c, first = self.c, self.c.max_iters
         if c.then:
             first -= c.then_steps

@@ -563,7 +563,8 @@ def test_paths_in_tasks_of_ones_own_start_from_their_folder(folder, harness, mon
         match_tasks=lambda names: names if os.path.isdir(include_path) else [])
     results = {"piqa": {"acc,none": 0.5}}
     for data, error in (("texts.jsonl", None), ("data/texts.jsonl", UserError)):
-        harness.simple_evaluate = lambda **_: open(data).close() or {"results": results}  # noqa: B023
+        harness.simple_evaluate = lambda data=data, **_: (
+            open(data).close() or {"results": results})
         with pytest.raises(error, match=data) if error else contextlib.nullcontext():
             evaluate.main(argv)
         assert Path.cwd() == folder
