@@ -112,17 +112,19 @@ def flops_per_token(config: ModelConfig, block_size: int, mode: str, head: bool 
     for m in phases or [n]:
         stored = (1 if condensed else 1 + m - last) * store + dummy
         total += run(middle, m) + stored
-    if c.kv == "whitematter" and not c.top_output:  # no channel is made of the last block
-        total -= (sum(phases or [n]) - 1) * run(slice(end - 1, end))
+    top = slice(end - 1, end)
+    unread = max(max(channel.sources) for channel in p.channels) < end  # what it puts out
+    if unread and not condensed:  # runs in the last pass only; lckv's stores keys and values
+        total -= (sum(phases or [n]) - 1) * run(top)
     if not training:
         return total
     total += sum(map(back, ends)) + n * back(middle) + 2 * stored
     if c.n_nograd:  # the states that the passes with gradients begin with are constants
         total -= mixing
-    if max(max(channel.sources) for channel in p.channels) < end or condensed:
+    if unread or condensed:
         # no source: the backward of the block above all sources runs in the last pass only; keys
         # and values that it has projected itself are read before
-        total -= (n - 1) * (back(slice(end - 1, end)) - 2 * condensed * kv)
+        total -= (n - 1) * (back(top) - 2 * condensed * kv)
     return total
 
 
