@@ -12,7 +12,13 @@ ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="POSIX signals")
 
 
-def process(code: str, before=None):
+def as_in_a_terminal():
+    """These tests may run under nohup or behind, where signals are ignored from the start."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def process(code: str, before=as_in_a_terminal):
     """A process that listens, runs the code and says when it is there."""
     head = "import os, time, signal\nfrom running import signals\ns = signals.Signals()\n"
     p = subprocess.Popen([sys.executable, "-c", head + code], cwd=ROOT, stdout=subprocess.PIPE,
