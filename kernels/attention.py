@@ -48,8 +48,10 @@ CONFIGS = {
     ("dq", "group"): {64: (64, 64, 4, 3, False), 96: (64, 64, 4, 3, False),
                       128: (64, 64, 4, 2, False)},
     ("dq", "full"): {64: (64, 64, 4, 2, True), 128: (64, 64, 4, 2, True)},
-    ("dkv", "group"): {64: (64, 64, 4, 2, False), 128: (32, 64, 4, 2, False)},
-    ("dkv", "full"): {64: (64, 128, 8, 2, True), 128: (64, 128, 8, 2, True)},
+    ("dkv", "group"): {64: (64, 64, 4, 2, False), 96: (32, 64, 4, 2, False, 168),
+                       128: (32, 64, 4, 2, False)},
+    ("dkv", "full"): {64: (64, 128, 8, 2, True), 96: (64, 64, 4, 2, True),
+                      128: (64, 128, 8, 2, True)},
 }
 
 
@@ -349,6 +351,11 @@ def dkv_kernel(q0, q1, keys, values, do0, do1, dk0, dk1, dv0, dv1, lse2, delta, 
     """dk += and dv += for a block of keys, over the queries that can read one of them."""
     b, head = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv
     j0 = tl.program_id(1) * BLOCK_N  # under a causal mask the first keys have the most queries
+    j = j0 + tl.arange(0, BLOCK_N)[:, None]
+    at = j0 + tl.arange(0, BLOCK_N)
+    rows = b.to(tl.int64) * stride_b + head * stride_h + at * stride_s
+    k = load_rows(keys, rows, at < S, D0, D1)  # on their way while queries are counted
+    v = load_rows(values, rows, at < S, D0, D1)
     start += b * Tq
     stop += b * Tq
     # start and stop never decrease, so counting finds the ends: queries lo <= t < hi read one of
@@ -366,11 +373,6 @@ def dkv_kernel(q0, q1, keys, values, do0, do1, dk0, dk1, dv0, dv1, lse2, delta, 
         T: tl.constexpr = BLOCK_M // P
         lse2 += (b * Hkv + head) * Tq * P
         delta += (b * Hkv + head) * Tq * P
-        j = j0 + tl.arange(0, BLOCK_N)
-        rows = b.to(tl.int64) * stride_b + head * stride_h + j * stride_s
-        k = load_rows(keys, rows, j < S, D0, D1)
-        v = load_rows(values, rows, j < S, D0, D1)
-        j = j[:, None]
         dk_acc0, dk_acc1 = zeros_pair(BLOCK_N, D0, D1)
         dv_acc0, dv_acc1 = zeros_pair(BLOCK_N, D0, D1)
         for part in tl.static_range(0 if EDGES else 2, 3):

@@ -9,11 +9,9 @@ import functools
 import os
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import model
-from model import upcast
 
 LOG2E = 1.4426950408889634
 
@@ -26,30 +24,6 @@ def compiled(function):
 
 
 rms_norm = compiled(model.rms_norm)
-
-
-@compiled
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of (..., 2 n): gate, then up."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-@compiled
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the losses of logits (n, V); targets of -1 do not count."""
-    return F.cross_entropy(upcast(logits), targets, ignore_index=-1, reduction="sum")
-
-
-@compiled
-def cross_entropy_and_gradient(logits: Tensor, targets: Tensor, count: Tensor):
-    """Sum of the losses of logits (n, V), and the gradient of that sum / count, like logits."""
-    x = upcast(logits)
-    counts = (targets != -1)[:, None]
-    logp = x - x.logsumexp(-1, keepdim=True)
-    hit = targets[:, None] == torch.arange(x.size(-1), device=x.device)
-    nll = -torch.where(hit, logp, 0).sum()
-    return nll, (torch.where(counts, logp.exp() - hit.to(x.dtype), 0) / count).to(logits.dtype)
 
 
 # ---- an entry of each query's own beside the cache (the Recurrent Transformer) ------------------

@@ -1,18 +1,62 @@
 """
 Cross-entropy of the logits a @ w^T without ever holding them all; the gradient, if it is asked for,
 is computed along the way, while a chunk's logits are there, so that nothing is computed twice.
+
+A program takes a row of logits, which fits in the second cache: it reads them from memory once, for
+the sum, and writes the gradient in their place. Compiled, one kernel made the sums of a chunk and
+the next read all of it again.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.compiled import cross_entropy, cross_entropy_and_gradient
 from kernels.linear import add_product
 from model import upcast
 
 CHUNK = 4096  # tokens; their logits in bfloat16 are 0.4 GB for 50,304 ids
+BLOCK, WARPS = 8192, 16  # logits at a time
+
+
+@triton.jit
+def cross_entropy_kernel(logits, targets, count, nll, V: tl.constexpr, GRADIENT: tl.constexpr,
+                         BLOCK: tl.constexpr):
+    """nll of a row of logits (N, V), 0 where its target is -1; then, with GRADIENT, logits are the
+    gradient of the sum / count."""
+    n = tl.program_id(0).to(tl.int64)
+    logits += n * V
+    target = tl.load(targets + n)
+    counts = target != -1
+    hit = tl.load(logits + tl.where(counts, target, 0)).to(tl.float32)
+    m, total = float("-inf"), 0.0
+    for c0 in range(0, V, BLOCK):
+        c = c0 + tl.arange(0, BLOCK)
+        x = tl.load(logits + c, c < V, float("-inf")).to(tl.float32)
+        m_new = tl.maximum(m, tl.max(x, 0))
+        total = total * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), 0)
+        m = m_new
+    lse = m + tl.log(total)
+    tl.store(nll + n, tl.where(counts, lse - hit, 0.0))
+    if GRADIENT:
+        scale = tl.where(counts, 1.0 / tl.load(count).to(tl.float32), 0.0)
+        for c0 in range(0, V, BLOCK):
+            c = c0 + tl.arange(0, BLOCK)
+            x = tl.load(logits + c, c < V, 0.0).to(tl.float32)
+            g = (tl.exp(x - lse) - (c == target).to(tl.float32)) * scale
+            tl.store(logits + c, g.to(logits.dtype.element_ty), c < V)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> Tensor:
+    """Losses (N,) of logits (N, V), float32, 0 for targets of -1; with `gradient`, that of their
+    sum / count takes the place of the logits."""
+    N, V = logits.shape
+    nll = logits.new_empty(N, dtype=torch.float32)
+    cross_entropy_kernel[N,](logits, targets, count, nll, V=V, GRADIENT=gradient,
+                             BLOCK=min(BLOCK, triton.next_power_of_2(V)), num_warps=WARPS)
+    return nll
 
 
 def loss(a: Tensor, w: Tensor, copy: Tensor, targets: Tensor) -> Tensor:
@@ -34,13 +78,10 @@ class CrossEntropy(torch.autograd.Function):
             chunk = slice(i, i + CHUNK)
             a_ = a[chunk].to(copy.dtype)
             logits = a_ @ copy.mT
-            if not needed:
-                total += cross_entropy(logits, targets[chunk])
-                continue
-            nll, dlogits = cross_entropy_and_gradient(logits, targets[chunk], count)
-            total += nll
-            da[chunk] = dlogits @ copy
-            add_product(dw, dlogits.mT, a_)
+            total += cross_entropy(logits, targets[chunk], count, needed).sum()
+            if needed:
+                da[chunk] = logits @ copy
+                add_product(dw, logits.mT, a_)
         ctx.save_for_backward(da, dw)
         return total / count
 

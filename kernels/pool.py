@@ -44,7 +44,7 @@ from kernels.tape import Collect
 # small products do not divide among warps, so "weights" has one and many programs.
 CONFIGS = {
     "unit": (4, None, 4, 1, None),
-    "mix": (2, 8192, 8, 2, 128),
+    "mix": (2, 8192, 4, 2, None),
     "weights": (1, 1024, 1, 3, None),
     "radial": (4, None, 4, 1, None),
     "states": (528, 1024, 4, 3, None),

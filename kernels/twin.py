@@ -23,10 +23,11 @@ from decoding import Choice, Steps
 from kernels import decode, norms
 from kernels import loss as head
 from kernels.choose import FastChoice
-from kernels.compiled import rms_norm, swiglu
+from kernels.compiled import rms_norm
 from kernels.linear import Copies, Linear, add_waiting, linear
 from kernels.norms import Gain, add_norm, split_heads
 from kernels.pool import Folded
+from kernels.swiglu import swiglu
 from kernels.tape import TapeCache, attend
 from model import Decoder, RMSNorm
 from pool import WhiteMatter
