@@ -18,7 +18,7 @@ from kernels.linear import add_product
 from model import upcast
 
 CHUNK = 4096  # tokens; their logits in bfloat16 are 0.4 GB for 50,304 ids
-BLOCK, WARPS = 8192, 16  # logits at a time
+BLOCK, WARPS = 4096, 4  # logits at a time
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """
-SwiGLU, silu(gate) * up, in Triton. Backward, the gradients of both go where the product that follows
-reads them as one; compiled kernels made two and concatenated them.
+SwiGLU, silu(gate) * up, in Triton. Backward, the gradients of both go where the product that
+follows reads them as one; compiled kernels made two and concatenated them.
 """
 
 from __future__ import annotations

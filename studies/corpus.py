@@ -169,7 +169,9 @@ def plot_systems(records: list[dict], output: Path):
     axes[0].set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], ["1/16", "1/8", "1/4", "1/2", "1"])
     axes[0].set_xlabel("cache, in that of vanilla with 16 layers")
     axes[0].set_ylabel("test perplexity (bars: lowest and highest of the seeds)")
+    axes[0].set_xlim(right=4)  # room for names
     axes[1].set_xlabel("training, GFLOP a token, without the head")
+    axes[1].margins(x=0.12)
     save(fig, str(output))
 
 

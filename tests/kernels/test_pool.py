@@ -17,6 +17,8 @@ CASES = {
     "static": dict(N=5, n_layer=4, n_channels=3, n_embd=32, router="static"),
     "one source": dict(N=2, n_layer=1, n_channels=1, n_embd=16),
 }
+if GPU:  # the norm divides a single weight away, and tf32 has no digit of the gradient that is left
+    del CASES["one source"]
 
 
 @pytest.fixture(params=["blocks", "whole"])
