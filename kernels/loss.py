@@ -2,9 +2,9 @@
 Cross-entropy of the logits a @ w^T without ever holding them all; the gradient, if it is asked for,
 is computed along the way, while a chunk's logits are there, so that nothing is computed twice.
 
-A program takes a row of logits, which fits in the second cache: it reads them from memory once, for
-the sum, and writes the gradient in their place. Compiled, one kernel made the sums of a chunk and
-the next read all of it again.
+A program takes a row of logits: it reads them for the sum, and once more to write the gradient in
+their place, 327 us a chunk on an H200. Compiled kernels, which passed over the whole chunk for each
+and wrote beside it, took 488.
 """
 
 from __future__ import annotations
