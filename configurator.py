@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import importlib
 import os
 import sys
 import types
@@ -60,6 +61,14 @@ def ranks() -> tuple[int, int, int]:
         raise UserError(f"WORLD_SIZE={world}, {'no RANK' if rank < 0 else f'RANK={rank}'}: "
                         "torchrun sets both; for one process, unset both")
     return max(rank, 0), world, local
+
+
+def package(name: str, lacking: str):
+    """An optional package. Raises UserError, which says `lacking`, where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UserError(lacking) from None
 
 
 def run(main, argv: list[str] | None = None):

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 # before torch, which reads what it tells OpenMP
-from configurator import UserError, key, parse, run, run_command, show
+from configurator import UserError, key, package, parse, run, run_command, show
 
 # isort: split
 import numpy as np
@@ -50,12 +50,9 @@ WIDTH = 40  # letters of a name on a line
 
 def plot():
     """matplotlib.pyplot without a screen. Raises UserError where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("pictures need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
+    package("matplotlib", "pictures need matplotlib: pip install matplotlib").use("Agg")
     import matplotlib.pyplot as plt
+
     plt.rcParams.update({
         "font.family": ["sans-serif"], "text.parse_math": False,  # a name may hold dollars
         "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import keep_previous
-from configurator import UserError
+from configurator import UserError, package
 from running.processes import Processes, brief
 
 
@@ -133,11 +133,7 @@ class Log:
 
 
 def import_wandb():
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("wandb=True: the package is not installed (pip install wandb)") from None
-    return wandb
+    return package("wandb", "wandb=True: the package is not installed (pip install wandb)")
 
 
 def start_wandb(c, run_id: str | None):

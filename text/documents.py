@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from configurator import UserError
+from configurator import UserError, package
 
 FORMATS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 CHUNK = 2**18  # bytes that are read at a time
@@ -176,7 +176,9 @@ def unpacking(path: Path):
 
 def read_parquet(file, path: Path) -> Iterator[tuple[int, str]]:
     """The column "text" of a parquet file, row by row."""
-    pyarrow, parquet = import_parquet()
+    parquet = import_parquet()
+    import pyarrow
+
     try:
         table = parquet.ParquetFile(file)
         if "text" not in table.schema_arrow.names:
@@ -193,14 +195,8 @@ def read_parquet(file, path: Path) -> Iterator[tuple[int, str]]:
         raise UserError(f"{path} is no parquet file or damaged: {error}") from None
 
 
-def import_parquet() -> tuple:
-    """pyarrow and its parquet module. Raises UserError where it is not installed."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError("parquet files need pyarrow: pip install pyarrow") from None
-    return pyarrow, pyarrow.parquet
+def import_parquet():
+    return package("pyarrow.parquet", "parquet files need pyarrow: pip install pyarrow")
 
 
 # --- the network

@@ -9,7 +9,7 @@ import json
 
 import numpy as np
 
-from configurator import UserError
+from configurator import package
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of a document, not of a chat's turn
 NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not use
@@ -22,7 +22,9 @@ class HuggingFace:
     """
 
     def __init__(self, content: str):
-        library, table = import_library(), json.loads(content)
+        library = package("tokenizers", "a tokenizer.json needs the library of its format, 0.20 "
+                          "or later: pip install tokenizers")
+        table = json.loads(content)
         for token in table.get("added_tokens", []):
             token["special"] = token.get("special") or token["content"] in ENDS
         table |= {"truncation": None, "padding": None, "post_processor": None}
@@ -67,16 +69,6 @@ class HuggingFace:
     def decode_single_token_bytes(self, token: int) -> bytes:
         """The bytes of an id. Raises KeyError where it has none."""
         return self.tokens[token]
-
-
-def import_library():
-    """The library tokenizers. Raises UserError where it is not installed."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError("a tokenizer.json needs the library of its format, 0.20 or later: "
-                        "pip install tokenizers") from None
-    return tokenizers
 
 
 def check_steps(table: dict) -> None:
