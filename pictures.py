@@ -16,7 +16,7 @@ import io
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -141,13 +141,17 @@ def wires(p: Plan) -> tuple[list[tuple[int, int, float]], list[tuple[int, int, s
 
 def draw_connections(ax, title: str, note: str, p: Plan):
     """One system: the states of a past token, its cached channels, the layers that read them."""
+    from matplotlib.patches import FancyBboxPatch
+
     produce, consume = wires(p)
     L, n_channels = len(p.layers), len(p.channels)
     top = max(L - 1, *(s for s, _, _ in produce))  # L where the final output is a source
     heights = [(j + 0.5) * L / n_channels - 0.5 for j in range(n_channels)]
     for x, name, highest in ((0, "past token", top), (2, "current token", L - 1)):
         for layer in range(highest + 1):
-            ax.add_patch(_box(x - 0.26, layer - 0.22, 0.52, 0.44))
+            ax.add_patch(FancyBboxPatch(
+                (x - 0.26, layer - 0.22), 0.52, 0.44, fc=GREY, ec="#8a8a8a", lw=0.8, zorder=3,
+                boxstyle="round,pad=0.02,rounding_size=0.08"))
             ax.text(x, layer, f"{layer}" if layer < L else "out", ha="center", va="center",
                     fontsize=7, color=INK)
             if layer:
@@ -172,13 +176,6 @@ def draw_connections(ax, title: str, note: str, p: Plan):
     ax.text(1, top + 1.2, title, ha="center", fontsize=10, fontweight="bold", color=INK)
     ax.text(1, top + 0.5, note, ha="center", fontsize=7.5, style="italic", color="#555555")
     ax.set(xlim=(-0.5, 2.5), ylim=(-1.1, top + 1.5))
-    ax.axis("off")
-
-
-def _box(x: float, y: float, width: float, height: float):
-    from matplotlib.patches import FancyBboxPatch
-    return FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.02,rounding_size=0.08",
-                          fc=GREY, ec="#8a8a8a", lw=0.8, zorder=3)
 
 
 def connections(c: ConnectionsConfig):
@@ -323,20 +320,25 @@ def read_curves(c: CurvesConfig) -> list[Curve]:
     return curves
 
 
-def relative(curve: Curve, base: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """Where both have trained: x, and how much curve's perplexity lies above base's, in per cent.
+def relative(curve: Curve, base: Curve) -> Curve:
+    """How much the perplexity lies above base's, in per cent, where both have trained.
 
-    Between two steps of `base` its loss is interpolated.
+    Between two steps of `base` its loss is interpolated, validations of the same step are compared.
     """
     both = (curve.x >= base.x[0]) & (curve.x <= base.x[-1])
     x = curve.x[both]
-    return x, 100 * np.expm1(curve.loss[both] - np.interp(x, base.x, base.loss))
+    val_x, i, j = np.intersect1d(curve.val_x, base.val_x, return_indices=True)
+    return replace(curve, x=x, val_x=val_x,
+                   loss=100 * np.expm1(curve.loss[both] - np.interp(x, base.x, base.loss)),
+                   val_loss=100 * np.expm1(curve.val_loss[i] - base.val_loss[j]))
 
 
-def relative_validation(curve: Curve, base: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """The same of the validation losses, where both have one."""
-    x, i, j = np.intersect1d(curve.val_x, base.val_x, return_indices=True)
-    return x, 100 * np.expm1(curve.val_loss[i] - base.val_loss[j])
+def draw_curve(ax, n: int, curve: Curve, unit: float):
+    """The n-th of some: a line, and dots for the validations."""
+    style = dict(color=COLOURS[n % len(COLOURS)], ls=DASHES[n // len(COLOURS) % len(DASHES)])
+    ax.plot(curve.x / unit, curve.loss, lw=1.3, label=f"run {n}", **style)
+    ax.plot(curve.val_x / unit, curve.val_loss, **style | dict(
+        ls="", marker="o", ms=5, mec="white", mew=0.8, zorder=3))
 
 
 def view(parts: list[np.ndarray]) -> tuple[float, float]:
@@ -357,18 +359,7 @@ def curves(c: CurvesConfig):
     unit, name = next((u, n) for u, n in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand "),
                                           (1, "")) if longest >= u)
     for n, r in enumerate(runs):
-        style = dict(color=COLOURS[n % len(COLOURS)], ls=DASHES[n // len(COLOURS) % len(DASHES)])
-        marks = style | dict(ls="", marker="o", ms=5, mec="white", mew=0.8, zorder=3)
-        left.plot(r.x / unit, r.loss, lw=1.3, label=f"run {n}", **style)
-        left.plot(r.val_x / unit, r.val_loss, **marks)
-        if len(runs) == 1:
-            right.plot(r.x / unit, r.loss, lw=1.3, **style)
-            right.plot(r.val_x / unit, r.val_loss, **marks)
-        elif n:
-            x, y = relative(r, runs[0])
-            right.plot(x / unit, y, lw=1.3, **style)
-            x, y = relative_validation(r, runs[0])
-            right.plot(x / unit, y, **marks)
+        draw_curve(left, n, r, unit)
     # the fall from ln(vocabulary) in the first twentieth would leave the rest flat
     shown = [part for r in runs for part in (r.loss[r.x > 0.05 * r.x[-1]],
                                              r.val_loss[r.val_x > 0.05 * r.x[-1]])]
@@ -379,19 +370,22 @@ def curves(c: CurvesConfig):
         # not as a label, which would be left out for an underscore before it
         text.set_text(shown + (f"  (validation {r.val_loss[-1]:.3f})" if len(r.val_loss) else ""))
     right.set(xlabel=left.get_xlabel())
-    shared = min(runs[0].x[-1], max((r.x[-1] for r in runs[1:]), default=0))
     if len(runs) == 1:
+        draw_curve(right, 0, runs[0], unit)
         tail = 0.7 * longest
         right.set(title="the end of the run", ylabel=left.get_ylabel(),
                   xlim=(tail / unit, 1.01 * longest / unit),
                   ylim=view([runs[0].loss[runs[0].x >= tail],
                              runs[0].val_loss[runs[0].val_x >= tail]]))
     else:
+        differences = [relative(r, runs[0]) for r in runs[1:]]
+        for n, r in enumerate(differences, 1):
+            draw_curve(right, n, r, unit)
         right.axhline(0, lw=1.3, color=COLOURS[0])
-        ends = [relative(r, runs[0])[1] for r in runs[1:]]
-        ends = [y[len(y) // 10:] for y in ends] + [np.zeros(1)]
+        shared = min(runs[0].x[-1], max(r.x[-1] for r in runs[1:]))
         right.set(title=f"perplexity against {names[0]}", ylabel="difference, %",
-                  xlim=(0, 1.02 * shared / unit), ylim=view(ends))
+                  xlim=(0, 1.02 * shared / unit),
+                  ylim=view([np.zeros(1), *(r.loss[len(r.loss) // 10:] for r in differences)]))
     fig.tight_layout()
     save(fig, c.output)
 
@@ -429,11 +423,6 @@ def read_schedules(path: str) -> dict:
     return results
 
 
-def name_of(schedule: dict) -> str:
-    return {"jacobi": "Jacobi", "autoregressive": "token\nby token"}.get(
-        schedule["solver"], f"{schedule['g']}")
-
-
 def convergence(c: ConvergenceConfig):
     """Passes to within 1 % of the exact perplexity and time, against the number of groups."""
     results = read_schedules(c.json)
@@ -441,7 +430,7 @@ def convergence(c: ConvergenceConfig):
     schedules = results["schedules"]
     by_pass = [s for s in schedules if len(s.get("perplexities", ())) > 1]
     fig, axes = plt.subplots(1, 2 + bool(by_pass), figsize=(10.5 + 2.5 * bool(by_pass), 4))
-    at = np.arange(len(schedules))
+    at, names = np.arange(len(schedules)), {"jacobi": "Jacobi", "autoregressive": "token\nby token"}
     reached = np.array([s["passes"] is not None for s in schedules])
     for ax, values, colour in (
             (axes[0], [s["passes"] for s in schedules], COLOURS[0]),
@@ -462,7 +451,7 @@ def convergence(c: ConvergenceConfig):
             ax.annotate("not\nreached", (i, 0.97), xycoords=("data", "axes fraction"), ha="center",
                         va="top", color="#777777", fontsize=8)
         ax.set(xlabel="g, groups of the cyclic schedule", xlim=(-0.5, len(at) - 0.5))
-        ax.set_xticks(at, [name_of(s) for s in schedules])
+        ax.set_xticks(at, [names.get(s["solver"], f"{s['g']}") for s in schedules])
         ax.grid(axis="x", visible=False)
     close = "to within 1 % of the exact perplexity" if "exact_perplexity" in results else "as given"
     axes[0].set(ylabel="passes", title=f"passes, {close}")
@@ -533,6 +522,8 @@ class Connectome:
     def __post_init__(self):
         self.mean = self.alpha.mean(1)  # (2, k, L)
         self.std = self.alpha.std(1, correction=0)
+        # how many standard deviations a token's weights lie from the mean
+        self.z = (self.alpha - self.mean[:, None]) / self.std[:, None].clamp(min=1e-12)
 
     @property
     def dependence(self) -> Tensor:
@@ -542,15 +533,13 @@ class Connectome:
 
     @property
     def distance(self) -> Tensor:
-        """(N,): root mean square over all weights of how many standard deviations a token's lie
-        from the mean. Over all tokens, its mean square is 1."""
-        z = (self.alpha - self.mean[:, None]) / self.std[:, None].clamp(min=1e-12)
-        return z.square().mean((0, 2, 3)).sqrt()
+        """(N,): root mean square of z over all weights; over all tokens, its mean square is 1."""
+        return self.z.square().mean((0, 2, 3)).sqrt()
 
     def most_changed(self, n: int) -> tuple[int, int, int]:
         """(branch, channel, source) whose weight is the farthest from its mean for token n."""
-        z = (self.alpha[:, n] - self.mean).abs() / self.std.clamp(min=1e-12)
-        return tuple(int(i) for i in np.unravel_index(int(z.argmax()), z.shape))
+        farthest = int(self.z[:, n].abs().argmax())
+        return tuple(map(int, np.unravel_index(farthest, self.mean.shape)))
 
 
 def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer) -> list[list[int]]:
