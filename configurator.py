@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import errno
 import importlib
+import math
 import os
 import sys
 import types
@@ -238,6 +239,14 @@ def parse(defaults, argv: list[str], usage: str):
             from_files.pop(f.name, None)
     session.settings = dataclasses.replace(defaults, **(from_files | overrides))
     return session.settings
+
+
+def at_least(least: int, c, *names: str):
+    """Raise UserError for a setting that is smaller, infinite or no number; None is welcome."""
+    for name in names:
+        value = getattr(c, name)
+        if value is not None and not least <= value < math.inf:
+            raise UserError(f"{name}={value}: at least {least} is needed")
 
 
 def joined(argv: list[str], defaults) -> list[str]:

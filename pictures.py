@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 # before torch, which reads what it tells OpenMP
-from configurator import UserError, key, package, parse, run, run_command, show
+from configurator import UserError, at_least, key, package, parse, run, run_command, show
 
 # isort: split
 import numpy as np
@@ -301,10 +301,7 @@ def read_curve(where: str, c: CurvesConfig) -> Curve:
 
 def read_curves(c: CurvesConfig) -> list[Curve]:
     """The runs, named by their folders: by the last part of the path where that is enough."""
-    if c.smooth is not None and c.smooth < 1:
-        raise UserError(f"smooth={c.smooth}: at least 1 is needed")
-    if c.tokens_per_step is not None and c.tokens_per_step < 1:
-        raise UserError(f"tokens_per_step={c.tokens_per_step}: at least 1 is needed")
+    at_least(1, c, "smooth", "tokens_per_step")
     listed = [c.logs] if os.path.exists(c.logs) else c.logs.split(",")  # a comma in a name
     places = [p.strip() for p in listed if p.strip()]
     if not places:
@@ -595,9 +592,8 @@ def report(x: Connectome, tokenizer: Tokenizer, n_unusual: int):
 
 def connectome(c: ConnectomeConfig):
     """What the routers have learnt: mean and spread of the mixing weights, and as fibres."""
-    for name, least in (("rows", 1), ("unusual", 0), ("fibres", 1)):
-        if getattr(c, name) < least:
-            raise UserError(f"{name}={getattr(c, name)}: at least {least} is needed")
+    at_least(1, c, "rows", "fibres")
+    at_least(0, c, "unusual")
     if c.split not in ("train", "val", "test"):
         raise UserError(f"split={c.split}: choose train, val or test")
     plt = plot()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # before torch, which reads what it tells OpenMP
-from configurator import UserError, key, parse, run
+from configurator import UserError, at_least, key, parse, run
 
 # isort: split
 from checkpoint import load_model
@@ -146,10 +146,8 @@ def read_starts(c: SampleConfig) -> list[str]:
 
 def check(c: SampleConfig):
     """Raise UserError for values that mean nothing."""
-    for name, least in (("num_samples", 1), ("max_new_tokens", 0), ("passes", 1),
-                        ("n_groups", 1), ("seed", 0)):
-        if getattr(c, name) is not None and getattr(c, name) < least:
-            raise UserError(f"{name}={getattr(c, name)}: at least {least} is needed")
+    at_least(1, c, "num_samples", "passes", "n_groups")
+    at_least(0, c, "max_new_tokens", "seed")
     check_choice(c)
     if c.solver not in SOLVERS:
         raise UserError(f"solver={c.solver}: choose one of {', '.join(SOLVERS)}")
