@@ -153,10 +153,9 @@ def complain(said: str):
     together = group is not None and group.is_available() and group.is_initialized()
     rank = os.environ.get("RANK", "0")
     with contextlib.suppress(OSError):  # stderr may be closed, or its disk full
-        if rank == "0":
-            print(f"error: {said}", file=sys.stderr, flush=True)
-        elif together or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error (rank {rank}): {said}", file=sys.stderr, flush=True)
+        if together or "0" in (rank, os.environ.get("LOCAL_RANK", "0")):
+            who = "error" if rank == "0" else f"error (rank {rank})"
+            print(f"{who}: {said}", file=sys.stderr, flush=True)
     let_go(sys.stdout)
 
 
@@ -303,11 +302,9 @@ def unknown(key: str, defaults, where: str) -> str:
 
 def convert(value, kind, where: str):
     """`value`, text or a Python object, as `kind`; ints are floats too, nothing else bends."""
-    accepts = [k for k in (typing.get_args(kind) or (kind,)) if k is not type(None)]
-    optional = type(None) in typing.get_args(kind)
-    if optional and (value is None or value in ("None", "none")):
+    kind, *none = typing.get_args(kind) or (kind,)  # X, or X | None
+    if none and (value is None or value in ("None", "none")):
         return None
-    kind = accepts[0]
     if kind is bool:
         text = str(value).lower()
         if isinstance(value, (bool, int, str)) and text in BOOLEANS:
@@ -324,7 +321,7 @@ def convert(value, kind, where: str):
             pass
     expected = {bool: "true or false", int: "a whole number of 63 bits", float: "a number",
                 str: "text"}[kind]
-    raise UserError(f"{where}: expected {expected}{' or None' if optional else ''}")
+    raise UserError(f"{where}: expected {expected}{' or None' if none else ''}")
 
 
 def show(value) -> str:

@@ -394,14 +394,12 @@ def split_rows(folder: Path, tokenizer: Tokenizer, config: PrepareConfig, counts
 
 
 def digest_of(path: Path) -> str:
-    """A digest of a file; empty for one without a byte, or none."""
-    digest, size = hashlib.blake2b(digest_size=8), 0
-    if path.exists():
-        with open(path, "rb") as file:
-            while data := file.read(2**20):
-                digest.update(data)
-                size += len(data)
-    return digest.hexdigest() if size else ""
+    """A digest of a file; empty for one without a byte."""
+    digest = hashlib.blake2b(digest_size=8)
+    with open(path, "rb") as file:
+        while data := file.read(2**20):
+            digest.update(data)
+    return digest.hexdigest() if path.stat().st_size else ""
 
 
 def publish(folder: Path, out: Path, tokens: dict[str, int]) -> None:

@@ -209,9 +209,6 @@ def main(argv: list[str]):
     c = parse(SampleConfig(), argv, __doc__)
     check(c)
     starts = read_starts(c)
-    for stream in (sys.stdin, sys.stdout):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that knows ASCII only prints ?
     writer = Writer(c)
     if c.interactive:
         writer.converse()

@@ -62,9 +62,8 @@ class Log:
             if previous:
                 self.processes.print(f"{folder} held a run: it is kept in {previous}")
             os.replace(temporary, self.path)
-        except OSError:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
         self.begun = True
 
     def write(self):
