@@ -87,28 +87,6 @@ CORPORA = {"python": PrepareConfig(), "fineweb-edu": PAPER}
 # --- from documents to ids
 
 
-def kept_documents(
-    documents: Iterable[Iterable[str]], min_chars: int, counts: Counter
-) -> Iterator[tuple[str, Iterator[str]]]:
-    """The documents worth keeping, as their first part and an iterator of the others.
-
-    Counts `documents`, `empty` ones (nothing but white space) and `short` ones. White space
-    that fills the first part of a longer document is left out.
-    """
-    for document in documents:
-        parts = pieces(strip(document) if min_chars else document, PART)
-        head = next((part for part in parts if not part.isspace()), "")
-        if not head:
-            counts["empty"] += 1
-            continue
-        second = next(parts, "")
-        if len(head) + len(second) < min_chars:
-            counts["short"] += 1
-            continue
-        counts["documents"] += 1
-        yield head, itertools.chain([second] if second else [], parts)
-
-
 def strip(texts: Iterable[str]) -> Iterator[str]:
     """A text, given in strings, without white space at its start and end."""
     started, held = False, ""
@@ -120,21 +98,33 @@ def strip(texts: Iterable[str]) -> Iterator[str]:
         yield body
 
 
-def batches(kept: Iterable[tuple[str, Iterator[str]]], val: float, seed: int) -> Iterator[list]:
-    """Lists of (split, part of a document, whether it is its last), about BATCH characters each."""
+def batches(documents: Iterable[Iterable[str]], config: PrepareConfig,
+            counts: Counter) -> Iterator[list]:
+    """Lists of (split, part of a document, whether it is its last), about BATCH characters each.
+
+    Counts `documents`, and what is left out: `empty` ones (nothing but white space) and `short`
+    ones. White space that fills the first part of a longer document is left out, too.
+    """
+    val = 0 if config.val_rows else config.val_fraction
     batch, size, first = [], 0, None
-    for head, others in kept:
+    for document in documents:
+        parts = pieces(strip(document) if config.min_chars else document, PART)
+        head = next((part for part in parts if not part.isspace()), "")
+        second = next(parts, "")
+        kind = ("empty" if not head else
+                "short" if len(head) + len(second) < config.min_chars else "documents")
+        counts[kind] += 1
+        if kind != "documents":
+            continue
         # by text and not by number, so that a copy cannot leak from train into val
-        number = draw(head, seed) if val else 1.0
+        number = draw(head, config.seed) if val else 1.0
         if first is None:
             first = number  # train must have something, so it has this one
         split = "val" if number < val and number != first else "train"
-        part = head
-        while part:
-            following = next(others, "")
+        parts = itertools.chain(filter(None, (head, second)), parts, [""])
+        for part, following in itertools.pairwise(parts):
             batch.append((split, part, not following))
             size += len(part)
-            part = following
             if size >= BATCH:
                 yield batch
                 batch, size = [], 0
@@ -221,9 +211,7 @@ def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, fo
                     config: PrepareConfig) -> Counter:
     """Write train.bin and val.bin in `folder`; counts of what came."""
     counts = Counter(documents=0, empty=0, short=0, bytes=0)
-    kept = kept_documents(documents, config.min_chars, counts)
-    val = 0 if config.val_rows else config.val_fraction
-    source = batches(kept, val, config.seed)
+    source = batches(documents, config, counts)
     size = getattr(documents, "size", 0)
     processes = config.processes or (cores() if size > POOL_BYTES else 1)
     with (
@@ -472,7 +460,6 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
 
 
 def main(argv: list[str]) -> None:
-    """Run the command line. Raises UserError."""
     for number in (getattr(signal, name, None) for name in REQUESTS):
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda number, _: sys.exit(128 + number))  # leaves no part behind
