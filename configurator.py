@@ -265,16 +265,19 @@ def is_boolean(kind) -> bool:
     return bool in (kind, *typing.get_args(kind))
 
 
+def read_text(path: str, setting: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # without a mark of the byte order
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{setting}: cannot read this file as UTF-8 text ({error})") from None
+
+
 def read_config_file(path: str, defaults) -> dict:
     """The settings of a Python config file. Raises UserError with the file's name."""
     types_of = typing.get_type_hints(type(defaults))
     if not Path(path).is_file():
         raise UserError(f"{path}: no such config file (settings are written --key=value)")
-    try:
-        code = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot read this file as UTF-8 text ({error})") from None
-    names: dict = {}
+    code, names = read_text(path, path), {}
     try:
         exec(compile(code, path, "exec"), names)
     except Exception as error:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 # before torch, which reads what it tells OpenMP
-from configurator import UserError, at_least, key, package, parse, run, run_command, show
+from configurator import UserError, at_least, key, package, parse, read_text, run, run_command, show
 
 # isort: split
 import numpy as np
@@ -35,7 +35,6 @@ from evaluate import Windows
 from measure.timing import write_whole
 from model import Decoder, ModelConfig, rms_norm
 from running.devices import pick_device
-from sample import read_text
 from text.rows import load_meta
 from text.tokenizer import Tokenizer, other_ids, tokenizer_of
 
@@ -107,8 +106,6 @@ def save(fig, output: str):
 
 @dataclass
 class ConnectionsConfig:
-    """What `pictures.py connections` takes."""
-
     output: str = key("docs/connections.png", "the file to write")
     systems: str = key("vanilla,k6,k3,k1", "names as for bench.py train, a panel each")
     n_layer: int = key(6, "layers")
@@ -211,8 +208,6 @@ def connections(c: ConnectionsConfig):
 
 @dataclass
 class CurvesConfig:
-    """What `pictures.py curves` takes."""
-
     logs: str = key("out", "folders with log.csv, or such files, comma separated; the first is "
                     "what the others are compared with")
     output: str = key("docs/curves.png", "the file to write")
@@ -391,8 +386,6 @@ def curves(c: CurvesConfig):
 
 @dataclass
 class ConvergenceConfig:
-    """What `pictures.py convergence` takes."""
-
     json: str = key("prefill.json", "what python bench.py prefill --json=FILE has written")
     output: str = key("docs/convergence.png", "the file to write")
 
@@ -484,8 +477,6 @@ def draw_perplexities(ax, schedules: list[dict], exact: float):
 
 @dataclass
 class ConnectomeConfig:
-    """What `pictures.py connectome` takes."""
-
     out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
     tokenizer: str | None = key(None, "its name or path; None: the copy beside the checkpoint")
     text: str | None = key(None, "a file whose text the model reads; None: rows of its data set")
@@ -700,7 +691,6 @@ def main(argv: list[str]):
 
 
 def command(name: str, argv: list[str]):
-    """Draw a picture by the settings of a command line."""
     draw, settings = PICTURES[name]
     c = parse(settings(), argv, f"python pictures.py {name}: {draw.__doc__}")
     check_output(c.output)

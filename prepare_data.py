@@ -58,8 +58,6 @@ POOL_BYTES = 2**25  # of input, below which more processes take longer to start 
 
 @dataclass
 class PrepareConfig:
-    """What the command line takes."""
-
     input: str = key("", "files, folders and globs, comma separated; empty: Python's own English")
     tokenizer: str = key("bytes", "bytes, gpt2, qwen3, another name of tiktoken's, or a path")
     out_dir: str = key("", "empty: data/NAME, after the input")

@@ -420,7 +420,6 @@ def read_merges(path: Path, vocab: dict[str, int]) -> list[list[str]]:
 
 
 def from_huggingface(path: Path, name: str) -> Tokenizer:
-    """A tokenizer.json of a byte-level BPE."""
     tokenizer = Tokenizer(name, HuggingFace(path.read_text(encoding="utf-8")))
     if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
         raise ValueError("its ids do not give the text back")
