@@ -144,22 +144,21 @@ def draw_connections(ax, title: str, note: str, p: Plan):
     L, n_channels = len(p.layers), len(p.channels)
     top = max(L - 1, *(s for s, _, _ in produce))  # L where the final output is a source
     heights = [(j + 0.5) * L / n_channels - 0.5 for j in range(n_channels)]
+    write = partial(ax.text, ha="center", va="center")
     for x, name, highest in ((0, "past token", top), (2, "current token", L - 1)):
         for layer in range(highest + 1):
             ax.add_patch(FancyBboxPatch(
                 (x - 0.26, layer - 0.22), 0.52, 0.44, fc=GREY, ec="#8a8a8a", lw=0.8, zorder=3,
                 boxstyle="round,pad=0.02,rounding_size=0.08"))
-            ax.text(x, layer, f"{layer}" if layer < L else "out", ha="center", va="center",
-                    fontsize=7, color=INK)
+            write(x, layer, f"{layer}" if layer < L else "out", fontsize=7)
             if layer:
                 ax.annotate("", (x, layer - 0.24), (x, layer - 0.76),
                             arrowprops={"arrowstyle": "->", "color": "#9a9a9a", "lw": 0.8})
-        ax.text(x, -0.45, name, ha="center", va="top", fontsize=8, color=INK)
+        write(x, -0.45, name, va="top", fontsize=8)
     for j, y in enumerate(heights):
         ax.plot(1, y, "o", ms=11, mfc="#f3e6ea", mec=PINK, mew=1, zorder=3)
-        ax.text(1, y, f"{j}", ha="center", va="center", fontsize=6.5, color=PINK, zorder=4)
-    ax.text(1, -0.45, "cache,\ndummy" if p.dummy else "cache", ha="center", va="top",
-            fontsize=8, color=PINK)
+        write(1, y, f"{j}", fontsize=6.5, color=PINK, zorder=4)
+    write(1, -0.45, "cache,\ndummy" if p.dummy else "cache", va="top", fontsize=8, color=PINK)
     for s, j, weight in produce:
         ax.annotate("", (0.88, heights[j]), (0.28, s), arrowprops={
             "arrowstyle": "->", "color": PINK, "lw": 0.5 + 1.3 * weight,
@@ -170,8 +169,8 @@ def draw_connections(ax, title: str, note: str, p: Plan):
     for n, layer in enumerate(p.layers):
         if layer.own is not None:
             ax.plot(2.36, n, "o", ms=4, color=BLUE)
-    ax.text(1, top + 1.2, title, ha="center", fontsize=10, fontweight="bold", color=INK)
-    ax.text(1, top + 0.5, note, ha="center", fontsize=7.5, style="italic", color="#555555")
+    write(1, top + 1.2, title, va="baseline", fontsize=10, fontweight="bold")
+    write(1, top + 0.5, note, va="baseline", fontsize=7.5, style="italic", color="#555555")
     ax.set(xlim=(-0.5, 2.5), ylim=(-1.1, top + 1.5))
 
 
@@ -617,8 +616,8 @@ def draw_connectome(plt, x: Connectome, n_layer: int, c: ConnectomeConfig):
                               origin="lower")
             ax.set(title=f"{name}: {title}", xlabel="source: state that enters layer",
                    ylabel="channel")
-            ax.set_xticks(*every(L))
-            ax.set_yticks(*every(k))
+            ax.set_xticks(every(L))
+            ax.set_yticks(every(k))
             ax.grid(visible=False)
             fig.colorbar(image, ax=ax, pad=0.12 if ax is axes[b, 1] else 0.03, fraction=0.06)
         for j, share in enumerate(x.dependence[b].tolist()):
@@ -628,10 +627,9 @@ def draw_connectome(plt, x: Connectome, n_layer: int, c: ConnectomeConfig):
     save(fig, c.output)
 
 
-def every(n: int) -> tuple[list[int], list[str]]:
+def every(n: int) -> range:
     """Ticks for n things, at most about ten of them."""
-    step = -(-n // 10)
-    return list(range(0, n, step)), [str(i) for i in range(0, n, step)]
+    return range(0, n, -(-n // 10))
 
 
 def fibres_of(alpha: Tensor, n_layer: int, n_fibres: int) -> list[tuple[int, int, float, float]]:
@@ -668,7 +666,7 @@ def draw_fibres(ax, alpha: Tensor, n_layer: int, n_fibres: int):
     ax.add_collection(LineCollection(lines, linewidths=widths, colors=colours))
     top = max(n_layer, alpha.size(-1))
     for at, n, side in ((-0.02, alpha.size(-1), "right"), (1.02, n_layer, "left")):
-        for i in every(n)[0]:
+        for i in every(n):
             ax.text(at, i, f"{i}", ha=side, va="center", fontsize=8)
     below = -0.6 - 0.06 * top
     ax.text(0, below, "source above the reader: feedback", color=FEEDBACK, fontsize=8)
