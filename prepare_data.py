@@ -37,7 +37,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -177,8 +177,7 @@ def encode_batches(
 ) -> Iterator[tuple[dict[str, bytes], int]]:
     """The batches encoded, in their order; a few per process are under way, never all."""
     if processes == 1:
-        for batch in source:
-            yield encode_batch(tokenizer, batch)
+        yield from (encode_batch(tokenizer, batch) for batch in source)
         return
     # spawned, as on every platform; forked ones would inherit locks of tiktoken's threads
     context = multiprocessing.get_context("spawn")
@@ -207,7 +206,7 @@ def cores() -> int:
 
 def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, folder: Path,
                     config: PrepareConfig) -> Counter:
-    """Write train.bin and val.bin in `folder`; counts of what came."""
+    """Write the files of all splits in `folder`; counts of what came. Raises UserError."""
     counts = Counter(documents=0, empty=0, short=0, bytes=0)
     source = batches(documents, config, counts)
     size = getattr(documents, "size", 0)
@@ -224,10 +223,17 @@ def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, fo
             val_file.write(data["val"])
             counts["bytes"] += text_bytes
             progress.show(documents.done() / size if size else 0, counts["bytes"])
+    if not counts["documents"]:
+        raise UserError(f"no text in the input ({skipped(counts, config)})")
+    for split, rows in (("test", config.test_rows), ("val", config.val_rows)):
+        if rows:
+            counts["cut"] += take_rows(folder, tokenizer, split, rows)
+    if config.val_fraction and not (folder / "val.bin").stat().st_size:
+        take_val(folder, tokenizer, config.val_fraction)
     return counts
 
 
-class Progress:
+class Progress(AbstractContextManager):
     """One line on stderr: a bar, MB, MB/s and the time left.
 
     It is drawn again and again on a terminal; elsewhere there is a line every minute.
@@ -238,9 +244,6 @@ class Progress:
         self.on_terminal = self.stream.isatty()
         self.start = self.shown = time.monotonic()
         self.first_share = None  # what an earlier run had done already
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *error) -> None:
         if self.on_terminal:
@@ -343,9 +346,6 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
         with tempfile.TemporaryDirectory(prefix="partial-", dir=out) as name:
             folder = Path(name)
             counts = write_documents(documents, tokenizer, folder, config)
-            if not counts["documents"]:
-                raise UserError(f"no text in the input ({skipped(counts, config)})")
-            split_rows(folder, tokenizer, config, counts)
             files = {split: folder / f"{split}.bin" for split in SPLITS}
             sizes = {s: f.stat().st_size if f.exists() else 0 for s, f in files.items()}
             tokens = {split: size // itemsize for split, size in sizes.items()}
@@ -368,15 +368,6 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
         if new and out.is_dir() and not any(out.iterdir()):
             out.rmdir()
     return counts, meta
-
-
-def split_rows(folder: Path, tokenizer: Tokenizer, config: PrepareConfig, counts: Counter) -> None:
-    """Cut test.bin and val.bin off train.bin, where they are rows or val.bin is still empty."""
-    for split, rows in (("test", config.test_rows), ("val", config.val_rows)):
-        if rows:
-            counts["cut"] += take_rows(folder, tokenizer, split, rows)
-    if config.val_fraction and not (folder / "val.bin").stat().st_size:
-        take_val(folder, tokenizer, config.val_fraction)
 
 
 def digest_of(path: Path) -> str:

@@ -395,28 +395,35 @@ def from_gpt2(encoder: Path, bpe: Path, name: str) -> Tokenizer:
         if not isinstance(vocab, dict):
             raise ValueError("not an object of tokens and their ids")
         with blaming(bpe):
-            merges = read_merges(bpe, vocab)
-            made = set(map("".join, merges))
-            rest = {token for token in vocab if len(token) > 1 and token not in made}
+            made = read_merges(bpe, vocab)
+            rest = {token for token in vocab.keys() - set(made) if len(token) > 1}
             control = {token for token in rest if token[0] == "<" and token[-1] == ">"}
             if rest > control:
                 raise ValueError(
                     f"{len(rest - control):,} tokens of encoder.json have no merge, such as "
                     f"{min(rest - control)!r}: cut off, or of another encoder.json")
+        ids = [vocab[token] for token in made]
+        if ids != sorted(ids):  # tiktoken merges in that order
+            raise ValueError("its merges are not in the order of their ids")
         special = {token: vocab.pop(token) for token in control}
-        return build(name, merge_ranks(vocab, merges), GPT2_PATTERN, special)
+        byte_of = byte_letters()
+        ranks = {bytes(map(byte_of.__getitem__, token)): i for token, i in vocab.items()}
+        if any(bytes([i]) not in ranks for i in range(256)):
+            raise ValueError("not all 256 bytes are tokens")
+        return build(name, ranks, GPT2_PATTERN, special)
 
 
-def read_merges(path: Path, vocab: dict[str, int]) -> list[list[str]]:
-    """The pairs of tokens in a vocab.bpe. Raises ValueError with the line that holds none."""
-    merges = []
+def read_merges(path: Path, vocab: dict[str, int]) -> list[str]:
+    """What the merges of a vocab.bpe make. Raises ValueError with the line that is none."""
+    made = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line and not line.startswith("#version"):
-            merges.append(line.split(" "))
-            if len(merges[-1]) != 2 or not {*merges[-1], "".join(merges[-1])} <= vocab.keys():
+            pair = line.split(" ")
+            made.append("".join(pair))
+            if len(pair) != 2 or not {*pair, made[-1]} <= vocab.keys():
                 raise ValueError(f"line {number} is no merge of two tokens of encoder.json: "
                                  f"{line[:40]!r}")
-    return merges
+    return made
 
 
 def from_huggingface(path: Path, name: str) -> Tokenizer:
@@ -424,18 +431,6 @@ def from_huggingface(path: Path, name: str) -> Tokenizer:
     if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
         raise ValueError("its ids do not give the text back")
     return tokenizer
-
-
-def merge_ranks(vocab: dict[str, int], merges: list[list[str]]) -> dict[bytes, int]:
-    """Ids of tokens as bytes. tiktoken merges in the order of ids, so the merges must be in it."""
-    byte_of = byte_letters()
-    made = [vocab[left + right] for left, right in merges]
-    if any(a > b for a, b in zip(made, made[1:])):
-        raise ValueError("its merges are not in the order of their ids")
-    ranks = {bytes(map(byte_of.__getitem__, token)): i for token, i in vocab.items()}
-    if any(bytes([i]) not in ranks for i in range(256)):
-        raise ValueError("not all 256 bytes are tokens")
-    return ranks
 
 
 def build(name: str, ranks: dict[bytes, int], pattern: str, special: dict[str, int],
