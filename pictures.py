@@ -16,6 +16,7 @@ import io
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -679,18 +680,16 @@ def draw_fibres(ax, alpha: Tensor, n_layer: int, n_fibres: int):
 
 # ---- the command line
 
-PICTURES = {"connections": (connections, ConnectionsConfig), "curves": (curves, CurvesConfig),
-            "convergence": (convergence, ConvergenceConfig),
-            "connectome": (connectome, ConnectomeConfig)}
+PICTURES = {connections: ConnectionsConfig(), curves: CurvesConfig(),
+            convergence: ConvergenceConfig(), connectome: ConnectomeConfig()}
 
 
 def main(argv: list[str]):
-    run_command({name: partial(command, name) for name in PICTURES}, argv, __doc__)
+    run_command({draw.__name__: partial(command, draw) for draw in PICTURES}, argv, __doc__)
 
 
-def command(name: str, argv: list[str]):
-    draw, settings = PICTURES[name]
-    c = parse(settings(), argv, f"python pictures.py {name}: {draw.__doc__}")
+def command(draw: Callable, argv: list[str]):
+    c = parse(PICTURES[draw], argv, f"python pictures.py {draw.__name__}: {draw.__doc__}")
     check_output(c.output)
     draw(c)
 

@@ -155,10 +155,9 @@ class Trainer:
         """The log, and the lock of the folder, which are rank 0's."""
         c, p = self.c, self.processes
         self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
-        peak, share, wandb = peak_flops(self.device), None, None
-        if peak is not None:
-            share = flops_per_token(self.model_config, c.block_size, "training", head=True) / (
-                peak * p.world)
+        peak, wandb = peak_flops(self.device), None  # the peak may be unknown, and so its share
+        share = peak and flops_per_token(self.model_config, c.block_size, "training", head=True) / (
+            peak * p.world)
         if p.rank == 0:
             self.lock = self.lock or lock_folder(self.path.parent)
             wandb = start_wandb(c, wandb_id) if c.wandb else None
