@@ -14,6 +14,8 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import importlib
+import math
 import os
 import sys
 import types
@@ -60,6 +62,14 @@ def ranks() -> tuple[int, int, int]:
         raise UserError(f"WORLD_SIZE={world}, {'no RANK' if rank < 0 else f'RANK={rank}'}: "
                         "torchrun sets both; for one process, unset both")
     return max(rank, 0), world, local
+
+
+def package(name: str, lacking: str):
+    """An optional package. Raises UserError, which says `lacking`, where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UserError(lacking) from None
 
 
 def run(main, argv: list[str] | None = None):
@@ -143,10 +153,9 @@ def complain(said: str):
     together = group is not None and group.is_available() and group.is_initialized()
     rank = os.environ.get("RANK", "0")
     with contextlib.suppress(OSError):  # stderr may be closed, or its disk full
-        if rank == "0":
-            print(f"error: {said}", file=sys.stderr, flush=True)
-        elif together or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error (rank {rank}): {said}", file=sys.stderr, flush=True)
+        if together or "0" in (rank, os.environ.get("LOCAL_RANK", "0")):
+            who = "error" if rank == "0" else f"error (rank {rank})"
+            print(f"{who}: {said}", file=sys.stderr, flush=True)
     let_go(sys.stdout)
 
 
@@ -231,6 +240,14 @@ def parse(defaults, argv: list[str], usage: str):
     return session.settings
 
 
+def at_least(least: int, c, *names: str):
+    """Raise UserError for a setting that is smaller, infinite or no number; None is welcome."""
+    for name in names:
+        value = getattr(c, name)
+        if value is not None and not least <= value < math.inf:
+            raise UserError(f"{name}={value}: at least {least} is needed")
+
+
 def joined(argv: list[str], defaults) -> list[str]:
     """argv with each `--key value` written `--key=value`; a boolean needs no value."""
     kinds, out, rest = typing.get_type_hints(type(defaults)), [], list(argv)
@@ -248,16 +265,19 @@ def is_boolean(kind) -> bool:
     return bool in (kind, *typing.get_args(kind))
 
 
+def read_text(path: str, setting: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # without a mark of the byte order
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{setting}: cannot read this file as UTF-8 text ({error})") from None
+
+
 def read_config_file(path: str, defaults) -> dict:
     """The settings of a Python config file. Raises UserError with the file's name."""
     types_of = typing.get_type_hints(type(defaults))
     if not Path(path).is_file():
         raise UserError(f"{path}: no such config file (settings are written --key=value)")
-    try:
-        code = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot read this file as UTF-8 text ({error})") from None
-    names: dict = {}
+    code, names = read_text(path, path), {}
     try:
         exec(compile(code, path, "exec"), names)
     except Exception as error:
@@ -285,11 +305,9 @@ def unknown(key: str, defaults, where: str) -> str:
 
 def convert(value, kind, where: str):
     """`value`, text or a Python object, as `kind`; ints are floats too, nothing else bends."""
-    accepts = [k for k in (typing.get_args(kind) or (kind,)) if k is not type(None)]
-    optional = type(None) in typing.get_args(kind)
-    if optional and (value is None or value in ("None", "none")):
+    kind, *none = typing.get_args(kind) or (kind,)  # X, or X | None
+    if none and (value is None or value in ("None", "none")):
         return None
-    kind = accepts[0]
     if kind is bool:
         text = str(value).lower()
         if isinstance(value, (bool, int, str)) and text in BOOLEANS:
@@ -306,7 +324,7 @@ def convert(value, kind, where: str):
             pass
     expected = {bool: "true or false", int: "a whole number of 63 bits", float: "a number",
                 str: "text"}[kind]
-    raise UserError(f"{where}: expected {expected}{' or None' if optional else ''}")
+    raise UserError(f"{where}: expected {expected}{' or None' if none else ''}")
 
 
 def show(value) -> str:

@@ -16,12 +16,13 @@ import io
 import json
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 # before torch, which reads what it tells OpenMP
-from configurator import UserError, key, parse, run, run_command, show
+from configurator import UserError, at_least, key, package, parse, read_text, run, run_command, show
 
 # isort: split
 import numpy as np
@@ -35,7 +36,6 @@ from evaluate import Windows
 from measure.timing import write_whole
 from model import Decoder, ModelConfig, rms_norm
 from running.devices import pick_device
-from sample import read_text
 from text.rows import load_meta
 from text.tokenizer import Tokenizer, other_ids, tokenizer_of
 
@@ -50,12 +50,9 @@ WIDTH = 40  # letters of a name on a line
 
 def plot():
     """matplotlib.pyplot without a screen. Raises UserError where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("pictures need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
+    package("matplotlib", "pictures need matplotlib: pip install matplotlib").use("Agg")
     import matplotlib.pyplot as plt
+
     plt.rcParams.update({
         "font.family": ["sans-serif"], "text.parse_math": False,  # a name may hold dollars
         "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
@@ -110,8 +107,6 @@ def save(fig, output: str):
 
 @dataclass
 class ConnectionsConfig:
-    """What `pictures.py connections` takes."""
-
     output: str = key("docs/connections.png", "the file to write")
     systems: str = key("vanilla,k6,k3,k1", "names as for bench.py train, a panel each")
     n_layer: int = key(6, "layers")
@@ -144,24 +139,27 @@ def wires(p: Plan) -> tuple[list[tuple[int, int, float]], list[tuple[int, int, s
 
 def draw_connections(ax, title: str, note: str, p: Plan):
     """One system: the states of a past token, its cached channels, the layers that read them."""
+    from matplotlib.patches import FancyBboxPatch
+
     produce, consume = wires(p)
     L, n_channels = len(p.layers), len(p.channels)
     top = max(L - 1, *(s for s, _, _ in produce))  # L where the final output is a source
     heights = [(j + 0.5) * L / n_channels - 0.5 for j in range(n_channels)]
+    write = partial(ax.text, ha="center", va="center")
     for x, name, highest in ((0, "past token", top), (2, "current token", L - 1)):
         for layer in range(highest + 1):
-            ax.add_patch(_box(x - 0.26, layer - 0.22, 0.52, 0.44))
-            ax.text(x, layer, f"{layer}" if layer < L else "out", ha="center", va="center",
-                    fontsize=7, color=INK)
+            ax.add_patch(FancyBboxPatch(
+                (x - 0.26, layer - 0.22), 0.52, 0.44, fc=GREY, ec="#8a8a8a", lw=0.8, zorder=3,
+                boxstyle="round,pad=0.02,rounding_size=0.08"))
+            write(x, layer, f"{layer}" if layer < L else "out", fontsize=7)
             if layer:
                 ax.annotate("", (x, layer - 0.24), (x, layer - 0.76),
                             arrowprops={"arrowstyle": "->", "color": "#9a9a9a", "lw": 0.8})
-        ax.text(x, -0.45, name, ha="center", va="top", fontsize=8, color=INK)
+        write(x, -0.45, name, va="top", fontsize=8)
     for j, y in enumerate(heights):
         ax.plot(1, y, "o", ms=11, mfc="#f3e6ea", mec=PINK, mew=1, zorder=3)
-        ax.text(1, y, f"{j}", ha="center", va="center", fontsize=6.5, color=PINK, zorder=4)
-    ax.text(1, -0.45, "cache,\ndummy" if p.dummy else "cache", ha="center", va="top",
-            fontsize=8, color=PINK)
+        write(1, y, f"{j}", fontsize=6.5, color=PINK, zorder=4)
+    write(1, -0.45, "cache,\ndummy" if p.dummy else "cache", va="top", fontsize=8, color=PINK)
     for s, j, weight in produce:
         ax.annotate("", (0.88, heights[j]), (0.28, s), arrowprops={
             "arrowstyle": "->", "color": PINK, "lw": 0.5 + 1.3 * weight,
@@ -172,16 +170,9 @@ def draw_connections(ax, title: str, note: str, p: Plan):
     for n, layer in enumerate(p.layers):
         if layer.own is not None:
             ax.plot(2.36, n, "o", ms=4, color=BLUE)
-    ax.text(1, top + 1.2, title, ha="center", fontsize=10, fontweight="bold", color=INK)
-    ax.text(1, top + 0.5, note, ha="center", fontsize=7.5, style="italic", color="#555555")
+    write(1, top + 1.2, title, va="baseline", fontsize=10, fontweight="bold")
+    write(1, top + 0.5, note, va="baseline", fontsize=7.5, style="italic", color="#555555")
     ax.set(xlim=(-0.5, 2.5), ylim=(-1.1, top + 1.5))
-    ax.axis("off")
-
-
-def _box(x: float, y: float, width: float, height: float):
-    from matplotlib.patches import FancyBboxPatch
-    return FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.02,rounding_size=0.08",
-                          fc=GREY, ec="#8a8a8a", lw=0.8, zorder=3)
 
 
 def connections(c: ConnectionsConfig):
@@ -217,8 +208,6 @@ def connections(c: ConnectionsConfig):
 
 @dataclass
 class CurvesConfig:
-    """What `pictures.py curves` takes."""
-
     logs: str = key("out", "folders with log.csv, or such files, comma separated; the first is "
                     "what the others are compared with")
     output: str = key("docs/curves.png", "the file to write")
@@ -307,10 +296,7 @@ def read_curve(where: str, c: CurvesConfig) -> Curve:
 
 def read_curves(c: CurvesConfig) -> list[Curve]:
     """The runs, named by their folders: by the last part of the path where that is enough."""
-    if c.smooth is not None and c.smooth < 1:
-        raise UserError(f"smooth={c.smooth}: at least 1 is needed")
-    if c.tokens_per_step is not None and c.tokens_per_step < 1:
-        raise UserError(f"tokens_per_step={c.tokens_per_step}: at least 1 is needed")
+    at_least(1, c, "smooth", "tokens_per_step")
     listed = [c.logs] if os.path.exists(c.logs) else c.logs.split(",")  # a comma in a name
     places = [p.strip() for p in listed if p.strip()]
     if not places:
@@ -326,20 +312,25 @@ def read_curves(c: CurvesConfig) -> list[Curve]:
     return curves
 
 
-def relative(curve: Curve, base: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """Where both have trained: x, and how much curve's perplexity lies above base's, in per cent.
+def relative(curve: Curve, base: Curve) -> Curve:
+    """How much the perplexity lies above base's, in per cent, where both have trained.
 
-    Between two steps of `base` its loss is interpolated.
+    Between two steps of `base` its loss is interpolated, validations of the same step are compared.
     """
     both = (curve.x >= base.x[0]) & (curve.x <= base.x[-1])
     x = curve.x[both]
-    return x, 100 * np.expm1(curve.loss[both] - np.interp(x, base.x, base.loss))
+    val_x, i, j = np.intersect1d(curve.val_x, base.val_x, return_indices=True)
+    return replace(curve, x=x, val_x=val_x,
+                   loss=100 * np.expm1(curve.loss[both] - np.interp(x, base.x, base.loss)),
+                   val_loss=100 * np.expm1(curve.val_loss[i] - base.val_loss[j]))
 
 
-def relative_validation(curve: Curve, base: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """The same of the validation losses, where both have one."""
-    x, i, j = np.intersect1d(curve.val_x, base.val_x, return_indices=True)
-    return x, 100 * np.expm1(curve.val_loss[i] - base.val_loss[j])
+def draw_curve(ax, n: int, curve: Curve, unit: float):
+    """The n-th of some: a line, and dots for the validations."""
+    style = dict(color=COLOURS[n % len(COLOURS)], ls=DASHES[n // len(COLOURS) % len(DASHES)])
+    ax.plot(curve.x / unit, curve.loss, lw=1.3, label=f"run {n}", **style)
+    ax.plot(curve.val_x / unit, curve.val_loss, **style | dict(
+        ls="", marker="o", ms=5, mec="white", mew=0.8, zorder=3))
 
 
 def view(parts: list[np.ndarray]) -> tuple[float, float]:
@@ -360,18 +351,7 @@ def curves(c: CurvesConfig):
     unit, name = next((u, n) for u, n in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand "),
                                           (1, "")) if longest >= u)
     for n, r in enumerate(runs):
-        style = dict(color=COLOURS[n % len(COLOURS)], ls=DASHES[n // len(COLOURS) % len(DASHES)])
-        marks = style | dict(ls="", marker="o", ms=5, mec="white", mew=0.8, zorder=3)
-        left.plot(r.x / unit, r.loss, lw=1.3, label=f"run {n}", **style)
-        left.plot(r.val_x / unit, r.val_loss, **marks)
-        if len(runs) == 1:
-            right.plot(r.x / unit, r.loss, lw=1.3, **style)
-            right.plot(r.val_x / unit, r.val_loss, **marks)
-        elif n:
-            x, y = relative(r, runs[0])
-            right.plot(x / unit, y, lw=1.3, **style)
-            x, y = relative_validation(r, runs[0])
-            right.plot(x / unit, y, **marks)
+        draw_curve(left, n, r, unit)
     # the fall from ln(vocabulary) in the first twentieth would leave the rest flat
     shown = [part for r in runs for part in (r.loss[r.x > 0.05 * r.x[-1]],
                                              r.val_loss[r.val_x > 0.05 * r.x[-1]])]
@@ -382,19 +362,22 @@ def curves(c: CurvesConfig):
         # not as a label, which would be left out for an underscore before it
         text.set_text(shown + (f"  (validation {r.val_loss[-1]:.3f})" if len(r.val_loss) else ""))
     right.set(xlabel=left.get_xlabel())
-    shared = min(runs[0].x[-1], max((r.x[-1] for r in runs[1:]), default=0))
     if len(runs) == 1:
+        draw_curve(right, 0, runs[0], unit)
         tail = 0.7 * longest
         right.set(title="the end of the run", ylabel=left.get_ylabel(),
                   xlim=(tail / unit, 1.01 * longest / unit),
                   ylim=view([runs[0].loss[runs[0].x >= tail],
                              runs[0].val_loss[runs[0].val_x >= tail]]))
     else:
+        differences = [relative(r, runs[0]) for r in runs[1:]]
+        for n, r in enumerate(differences, 1):
+            draw_curve(right, n, r, unit)
         right.axhline(0, lw=1.3, color=COLOURS[0])
-        ends = [relative(r, runs[0])[1] for r in runs[1:]]
-        ends = [y[len(y) // 10:] for y in ends] + [np.zeros(1)]
+        shared = min(runs[0].x[-1], max(r.x[-1] for r in runs[1:]))
         right.set(title=f"perplexity against {names[0]}", ylabel="difference, %",
-                  xlim=(0, 1.02 * shared / unit), ylim=view(ends))
+                  xlim=(0, 1.02 * shared / unit),
+                  ylim=view([np.zeros(1), *(r.loss[len(r.loss) // 10:] for r in differences)]))
     fig.tight_layout()
     save(fig, c.output)
 
@@ -403,8 +386,6 @@ def curves(c: CurvesConfig):
 
 @dataclass
 class ConvergenceConfig:
-    """What `pictures.py convergence` takes."""
-
     json: str = key("prefill.json", "what python bench.py prefill --json=FILE has written")
     output: str = key("docs/convergence.png", "the file to write")
 
@@ -432,11 +413,6 @@ def read_schedules(path: str) -> dict:
     return results
 
 
-def name_of(schedule: dict) -> str:
-    return {"jacobi": "Jacobi", "autoregressive": "token\nby token"}.get(
-        schedule["solver"], f"{schedule['g']}")
-
-
 def convergence(c: ConvergenceConfig):
     """Passes to within 1 % of the exact perplexity and time, against the number of groups."""
     results = read_schedules(c.json)
@@ -444,7 +420,7 @@ def convergence(c: ConvergenceConfig):
     schedules = results["schedules"]
     by_pass = [s for s in schedules if len(s.get("perplexities", ())) > 1]
     fig, axes = plt.subplots(1, 2 + bool(by_pass), figsize=(10.5 + 2.5 * bool(by_pass), 4))
-    at = np.arange(len(schedules))
+    at, names = np.arange(len(schedules)), {"jacobi": "Jacobi", "autoregressive": "token\nby token"}
     reached = np.array([s["passes"] is not None for s in schedules])
     for ax, values, colour in (
             (axes[0], [s["passes"] for s in schedules], COLOURS[0]),
@@ -465,7 +441,7 @@ def convergence(c: ConvergenceConfig):
             ax.annotate("not\nreached", (i, 0.97), xycoords=("data", "axes fraction"), ha="center",
                         va="top", color="#777777", fontsize=8)
         ax.set(xlabel="g, groups of the cyclic schedule", xlim=(-0.5, len(at) - 0.5))
-        ax.set_xticks(at, [name_of(s) for s in schedules])
+        ax.set_xticks(at, [names.get(s["solver"], f"{s['g']}") for s in schedules])
         ax.grid(axis="x", visible=False)
     close = "to within 1 % of the exact perplexity" if "exact_perplexity" in results else "as given"
     axes[0].set(ylabel="passes", title=f"passes, {close}")
@@ -501,8 +477,6 @@ def draw_perplexities(ax, schedules: list[dict], exact: float):
 
 @dataclass
 class ConnectomeConfig:
-    """What `pictures.py connectome` takes."""
-
     out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
     tokenizer: str | None = key(None, "its name or path; None: the copy beside the checkpoint")
     text: str | None = key(None, "a file whose text the model reads; None: rows of its data set")
@@ -536,6 +510,8 @@ class Connectome:
     def __post_init__(self):
         self.mean = self.alpha.mean(1)  # (2, k, L)
         self.std = self.alpha.std(1, correction=0)
+        # how many standard deviations a token's weights lie from the mean
+        self.z = (self.alpha - self.mean[:, None]) / self.std[:, None].clamp(min=1e-12)
 
     @property
     def dependence(self) -> Tensor:
@@ -545,15 +521,13 @@ class Connectome:
 
     @property
     def distance(self) -> Tensor:
-        """(N,): root mean square over all weights of how many standard deviations a token's lie
-        from the mean. Over all tokens, its mean square is 1."""
-        z = (self.alpha - self.mean[:, None]) / self.std[:, None].clamp(min=1e-12)
-        return z.square().mean((0, 2, 3)).sqrt()
+        """(N,): root mean square of z over all weights; over all tokens, its mean square is 1."""
+        return self.z.square().mean((0, 2, 3)).sqrt()
 
     def most_changed(self, n: int) -> tuple[int, int, int]:
         """(branch, channel, source) whose weight is the farthest from its mean for token n."""
-        z = (self.alpha[:, n] - self.mean).abs() / self.std.clamp(min=1e-12)
-        return tuple(int(i) for i in np.unravel_index(int(z.argmax()), z.shape))
+        farthest = int(self.z[:, n].abs().argmax())
+        return tuple(map(int, np.unravel_index(farthest, self.mean.shape)))
 
 
 def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer) -> list[list[int]]:
@@ -609,9 +583,8 @@ def report(x: Connectome, tokenizer: Tokenizer, n_unusual: int):
 
 def connectome(c: ConnectomeConfig):
     """What the routers have learnt: mean and spread of the mixing weights, and as fibres."""
-    for name, least in (("rows", 1), ("unusual", 0), ("fibres", 1)):
-        if getattr(c, name) < least:
-            raise UserError(f"{name}={getattr(c, name)}: at least {least} is needed")
+    at_least(1, c, "rows", "fibres")
+    at_least(0, c, "unusual")
     if c.split not in ("train", "val", "test"):
         raise UserError(f"split={c.split}: choose train, val or test")
     plt = plot()
@@ -644,8 +617,8 @@ def draw_connectome(plt, x: Connectome, n_layer: int, c: ConnectomeConfig):
                               origin="lower")
             ax.set(title=f"{name}: {title}", xlabel="source: state that enters layer",
                    ylabel="channel")
-            ax.set_xticks(*every(L))
-            ax.set_yticks(*every(k))
+            ax.set_xticks(every(L))
+            ax.set_yticks(every(k))
             ax.grid(visible=False)
             fig.colorbar(image, ax=ax, pad=0.12 if ax is axes[b, 1] else 0.03, fraction=0.06)
         for j, share in enumerate(x.dependence[b].tolist()):
@@ -655,10 +628,9 @@ def draw_connectome(plt, x: Connectome, n_layer: int, c: ConnectomeConfig):
     save(fig, c.output)
 
 
-def every(n: int) -> tuple[list[int], list[str]]:
+def every(n: int) -> range:
     """Ticks for n things, at most about ten of them."""
-    step = -(-n // 10)
-    return list(range(0, n, step)), [str(i) for i in range(0, n, step)]
+    return range(0, n, -(-n // 10))
 
 
 def fibres_of(alpha: Tensor, n_layer: int, n_fibres: int) -> list[tuple[int, int, float, float]]:
@@ -695,7 +667,7 @@ def draw_fibres(ax, alpha: Tensor, n_layer: int, n_fibres: int):
     ax.add_collection(LineCollection(lines, linewidths=widths, colors=colours))
     top = max(n_layer, alpha.size(-1))
     for at, n, side in ((-0.02, alpha.size(-1), "right"), (1.02, n_layer, "left")):
-        for i in every(n)[0]:
+        for i in every(n):
             ax.text(at, i, f"{i}", ha=side, va="center", fontsize=8)
     below = -0.6 - 0.06 * top
     ax.text(0, below, "source above the reader: feedback", color=FEEDBACK, fontsize=8)
@@ -708,19 +680,16 @@ def draw_fibres(ax, alpha: Tensor, n_layer: int, n_fibres: int):
 
 # ---- the command line
 
-PICTURES = {"connections": (connections, ConnectionsConfig), "curves": (curves, CurvesConfig),
-            "convergence": (convergence, ConvergenceConfig),
-            "connectome": (connectome, ConnectomeConfig)}
+PICTURES = {connections: ConnectionsConfig(), curves: CurvesConfig(),
+            convergence: ConvergenceConfig(), connectome: ConnectomeConfig()}
 
 
 def main(argv: list[str]):
-    run_command({name: partial(command, name) for name in PICTURES}, argv, __doc__)
+    run_command({draw.__name__: partial(command, draw) for draw in PICTURES}, argv, __doc__)
 
 
-def command(name: str, argv: list[str]):
-    """Draw a picture by the settings of a command line."""
-    draw, settings = PICTURES[name]
-    c = parse(settings(), argv, f"python pictures.py {name}: {draw.__doc__}")
+def command(draw: Callable, argv: list[str]):
+    c = parse(PICTURES[draw], argv, f"python pictures.py {draw.__name__}: {draw.__doc__}")
     check_output(c.output)
     draw(c)
 

@@ -37,7 +37,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -58,8 +58,6 @@ POOL_BYTES = 2**25  # of input, below which more processes take longer to start 
 
 @dataclass
 class PrepareConfig:
-    """What the command line takes."""
-
     input: str = key("", "files, folders and globs, comma separated; empty: Python's own English")
     tokenizer: str = key("bytes", "bytes, gpt2, qwen3, another name of tiktoken's, or a path")
     out_dir: str = key("", "empty: data/NAME, after the input")
@@ -87,28 +85,6 @@ CORPORA = {"python": PrepareConfig(), "fineweb-edu": PAPER}
 # --- from documents to ids
 
 
-def kept_documents(
-    documents: Iterable[Iterable[str]], min_chars: int, counts: Counter
-) -> Iterator[tuple[str, Iterator[str]]]:
-    """The documents worth keeping, as their first part and an iterator of the others.
-
-    Counts `documents`, `empty` ones (nothing but white space) and `short` ones. White space
-    that fills the first part of a longer document is left out.
-    """
-    for document in documents:
-        parts = pieces(strip(document) if min_chars else document, PART)
-        head = next((part for part in parts if not part.isspace()), "")
-        if not head:
-            counts["empty"] += 1
-            continue
-        second = next(parts, "")
-        if len(head) + len(second) < min_chars:
-            counts["short"] += 1
-            continue
-        counts["documents"] += 1
-        yield head, itertools.chain([second] if second else [], parts)
-
-
 def strip(texts: Iterable[str]) -> Iterator[str]:
     """A text, given in strings, without white space at its start and end."""
     started, held = False, ""
@@ -120,21 +96,33 @@ def strip(texts: Iterable[str]) -> Iterator[str]:
         yield body
 
 
-def batches(kept: Iterable[tuple[str, Iterator[str]]], val: float, seed: int) -> Iterator[list]:
-    """Lists of (split, part of a document, whether it is its last), about BATCH characters each."""
+def batches(documents: Iterable[Iterable[str]], config: PrepareConfig,
+            counts: Counter) -> Iterator[list]:
+    """Lists of (split, part of a document, whether it is its last), about BATCH characters each.
+
+    Counts `documents`, and what is left out: `empty` ones (nothing but white space) and `short`
+    ones. White space that fills the first part of a longer document is left out, too.
+    """
+    val = 0 if config.val_rows else config.val_fraction
     batch, size, first = [], 0, None
-    for head, others in kept:
+    for document in documents:
+        parts = pieces(strip(document) if config.min_chars else document, PART)
+        head = next((part for part in parts if not part.isspace()), "")
+        second = next(parts, "")
+        kind = ("empty" if not head else
+                "short" if len(head) + len(second) < config.min_chars else "documents")
+        counts[kind] += 1
+        if kind != "documents":
+            continue
         # by text and not by number, so that a copy cannot leak from train into val
-        number = draw(head, seed) if val else 1.0
+        number = draw(head, config.seed) if val else 1.0
         if first is None:
             first = number  # train must have something, so it has this one
         split = "val" if number < val and number != first else "train"
-        part = head
-        while part:
-            following = next(others, "")
+        parts = itertools.chain(filter(None, (head, second)), parts, [""])
+        for part, following in itertools.pairwise(parts):
             batch.append((split, part, not following))
             size += len(part)
-            part = following
             if size >= BATCH:
                 yield batch
                 batch, size = [], 0
@@ -189,8 +177,7 @@ def encode_batches(
 ) -> Iterator[tuple[dict[str, bytes], int]]:
     """The batches encoded, in their order; a few per process are under way, never all."""
     if processes == 1:
-        for batch in source:
-            yield encode_batch(tokenizer, batch)
+        yield from (encode_batch(tokenizer, batch) for batch in source)
         return
     # spawned, as on every platform; forked ones would inherit locks of tiktoken's threads
     context = multiprocessing.get_context("spawn")
@@ -219,11 +206,9 @@ def cores() -> int:
 
 def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, folder: Path,
                     config: PrepareConfig) -> Counter:
-    """Write train.bin and val.bin in `folder`; counts of what came."""
+    """Write the files of all splits in `folder`; counts of what came. Raises UserError."""
     counts = Counter(documents=0, empty=0, short=0, bytes=0)
-    kept = kept_documents(documents, config.min_chars, counts)
-    val = 0 if config.val_rows else config.val_fraction
-    source = batches(kept, val, config.seed)
+    source = batches(documents, config, counts)
     size = getattr(documents, "size", 0)
     processes = config.processes or (cores() if size > POOL_BYTES else 1)
     with (
@@ -238,10 +223,17 @@ def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, fo
             val_file.write(data["val"])
             counts["bytes"] += text_bytes
             progress.show(documents.done() / size if size else 0, counts["bytes"])
+    if not counts["documents"]:
+        raise UserError(f"no text in the input ({skipped(counts, config)})")
+    for split, rows in (("test", config.test_rows), ("val", config.val_rows)):
+        if rows:
+            counts["cut"] += take_rows(folder, tokenizer, split, rows)
+    if config.val_fraction and not (folder / "val.bin").stat().st_size:
+        take_val(folder, tokenizer, config.val_fraction)
     return counts
 
 
-class Progress:
+class Progress(AbstractContextManager):
     """One line on stderr: a bar, MB, MB/s and the time left.
 
     It is drawn again and again on a terminal; elsewhere there is a line every minute.
@@ -252,9 +244,6 @@ class Progress:
         self.on_terminal = self.stream.isatty()
         self.start = self.shown = time.monotonic()
         self.first_share = None  # what an earlier run had done already
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *error) -> None:
         if self.on_terminal:
@@ -357,9 +346,6 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
         with tempfile.TemporaryDirectory(prefix="partial-", dir=out) as name:
             folder = Path(name)
             counts = write_documents(documents, tokenizer, folder, config)
-            if not counts["documents"]:
-                raise UserError(f"no text in the input ({skipped(counts, config)})")
-            split_rows(folder, tokenizer, config, counts)
             files = {split: folder / f"{split}.bin" for split in SPLITS}
             sizes = {s: f.stat().st_size if f.exists() else 0 for s, f in files.items()}
             tokens = {split: size // itemsize for split, size in sizes.items()}
@@ -384,24 +370,13 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
     return counts, meta
 
 
-def split_rows(folder: Path, tokenizer: Tokenizer, config: PrepareConfig, counts: Counter) -> None:
-    """Cut test.bin and val.bin off train.bin, where they are rows or val.bin is still empty."""
-    for split, rows in (("test", config.test_rows), ("val", config.val_rows)):
-        if rows:
-            counts["cut"] += take_rows(folder, tokenizer, split, rows)
-    if config.val_fraction and not (folder / "val.bin").stat().st_size:
-        take_val(folder, tokenizer, config.val_fraction)
-
-
 def digest_of(path: Path) -> str:
-    """A digest of a file; empty for one without a byte, or none."""
-    digest, size = hashlib.blake2b(digest_size=8), 0
-    if path.exists():
-        with open(path, "rb") as file:
-            while data := file.read(2**20):
-                digest.update(data)
-                size += len(data)
-    return digest.hexdigest() if size else ""
+    """A digest of a file; empty for one without a byte."""
+    digest = hashlib.blake2b(digest_size=8)
+    with open(path, "rb") as file:
+        while data := file.read(2**20):
+            digest.update(data)
+    return digest.hexdigest() if path.stat().st_size else ""
 
 
 def publish(folder: Path, out: Path, tokens: dict[str, int]) -> None:
@@ -474,7 +449,6 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
 
 
 def main(argv: list[str]) -> None:
-    """Run the command line. Raises UserError."""
     for number in (getattr(signal, name, None) for name in REQUESTS):
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda number, _: sys.exit(128 + number))  # leaves no part behind

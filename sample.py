@@ -20,10 +20,9 @@ from __future__ import annotations
 import codecs
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 # before torch, which reads what it tells OpenMP
-from configurator import UserError, key, parse, run
+from configurator import UserError, at_least, key, parse, read_text, run
 
 # isort: split
 from checkpoint import load_model
@@ -37,8 +36,6 @@ from text.tokenizer import Tokenizer, tokenizer_of
 
 @dataclass
 class SampleConfig:
-    """What the command line takes."""
-
     out_dir: str = key("out", "folder with ckpt.pt, or a checkpoint file")
     tokenizer: str | None = key(None, "its name or path; None: the copy beside the checkpoint")
     start: str = key("\n", "the prompt, or FILE:path; default a line feed, empty: a new document")
@@ -120,13 +117,6 @@ class Printer:
         self.out.flush()
 
 
-def read_text(path: str, setting: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")  # without a mark of the byte order
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{setting}: cannot read this file as UTF-8 text ({error})") from None
-
-
 def read_starts(c: SampleConfig) -> list[str]:
     """The prompts: of the file `prompts`, or `start`, itself or from its file."""
     if c.prompts is not None:
@@ -145,11 +135,8 @@ def read_starts(c: SampleConfig) -> list[str]:
 
 
 def check(c: SampleConfig):
-    """Raise UserError for values that mean nothing."""
-    for name, least in (("num_samples", 1), ("max_new_tokens", 0), ("passes", 1),
-                        ("n_groups", 1), ("seed", 0)):
-        if getattr(c, name) is not None and getattr(c, name) < least:
-            raise UserError(f"{name}={getattr(c, name)}: at least {least} is needed")
+    at_least(1, c, "num_samples", "passes", "n_groups")
+    at_least(0, c, "max_new_tokens", "seed")
     check_choice(c)
     if c.solver not in SOLVERS:
         raise UserError(f"solver={c.solver}: choose one of {', '.join(SOLVERS)}")
@@ -207,13 +194,9 @@ class Writer:
 
 
 def main(argv: list[str]):
-    """Continue the prompts that the settings name, or those typed in."""
     c = parse(SampleConfig(), argv, __doc__)
     check(c)
     starts = read_starts(c)
-    for stream in (sys.stdin, sys.stdout):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that knows ASCII only prints ?
     writer = Writer(c)
     if c.interactive:
         writer.converse()

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from configurator import UserError, run
+from configurator import UserError, ranks, run
 from running.settings import SCHEDULE, TrainConfig, learning_rate, settings
 from running.signals import Signals
 
@@ -40,7 +41,7 @@ from measure.flops import flops_per_token, peak_flops
 from model import ModelConfig
 from prepare_data import ensure_python
 from running.devices import pick_device, pick_dtype
-from running.lock import FolderLock
+from running.lock import lock_folder
 from running.log import Log, import_wandb, start_wandb
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Lost, Processes
@@ -117,7 +118,7 @@ class Trainer:
         self.path = Path(c.out_dir) / "ckpt.pt"
         self.lock = None
         if processes.rank == 0 and self.path.parent.is_dir():
-            self.lock = FolderLock(self.path.parent)  # an earlier start may still be writing there
+            self.lock = lock_folder(self.path.parent)  # an earlier start may still be writing there
         state, resumes = starting_point(c)
         if c.dataset == "python":
             ensure_python(processes.rank)
@@ -129,7 +130,8 @@ class Trainer:
         self.val_rows = None
         if c.eval_rows > 0:
             self.val_rows = TokenRows(self.folder / "val.bin", self.meta, c.block_size, None)
-            self.check_ids()
+            for _ in self.val_batches("cpu"):  # a bad id is met before the first step
+                pass
         processes.start(self.device)
         torch.manual_seed(c.seed)
         self.model = build(self.model_config).to(self.device)
@@ -153,22 +155,20 @@ class Trainer:
         """The log, and the lock of the folder, which are rank 0's."""
         c, p = self.c, self.processes
         self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
-        peak, share, wandb = peak_flops(self.device), None, None
-        if peak is not None:
-            share = flops_per_token(self.model_config, c.block_size, "training", head=True) / (
-                peak * p.world)
+        peak, wandb = peak_flops(self.device), None  # the peak may be unknown, and so its share
+        share = peak and flops_per_token(self.model_config, c.block_size, "training", head=True) / (
+            peak * p.world)
         if p.rank == 0:
-            self.lock = self.lock or FolderLock(self.path.parent)
+            self.lock = self.lock or lock_folder(self.path.parent)
             wandb = start_wandb(c, wandb_id) if c.wandb else None
         self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, share, p, c,
                        wandb)
 
-    def check_ids(self):
-        """Raise UserError for an id in the rows of the evaluation that is not in the vocabulary:
-        better now than after the steps before the first one."""
-        rows = min(self.c.eval_rows, self.val_rows.n_rows)
-        for n in range(0, rows, self.c.batch_size):
-            self.val_rows.batch(n, min(self.c.batch_size, rows - n), "cpu")
+    def val_batches(self, device: str, rank: int = 0, world: int = 1) -> Iterator[tuple]:
+        """One process's batches of the first eval_rows rows (or all)."""
+        c, n_rows = self.c, min(self.c.eval_rows, self.val_rows.n_rows)
+        for n in range(rank * c.batch_size, n_rows, world * c.batch_size):
+            yield self.val_rows.batch(n, min(c.batch_size, n_rows - n), device)
 
     def state(self) -> dict:
         """What a checkpoint holds."""
@@ -210,7 +210,6 @@ class Trainer:
         return total
 
     def update(self):
-        """One optimizer step."""
         c, lr = self.c, learning_rate(self.step, self.c)
         try:
             loss = self.gradient()
@@ -234,11 +233,9 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss in nats per token over the first eval_rows rows (or all)."""
-        c, p = self.c, self.processes
-        n_rows = min(c.eval_rows, self.val_rows.n_rows)
+        p = self.processes
         total = torch.zeros(2, device=self.device)  # nats, tokens
-        for n in range(p.rank * c.batch_size, n_rows, p.world * c.batch_size):
-            x, y = self.val_rows.batch(n, min(c.batch_size, n_rows - n), self.device)
+        for x, y in self.val_batches(self.device, p.rank, p.world):
             with self.fast.autocast():
                 loss = self.fast.model.loss(solve(self.fast.model, x).final, y)
             total += torch.stack((loss.float() * y.numel(), total.new_tensor(y.numel())))
@@ -270,7 +267,7 @@ class Trainer:
             raise
         if p.rank == 0:
             self.log.close()
-            self.lock.release()
+            self.lock.close()
         if stop:
             p.print(f"{self.path}: stopped by a signal after step {self.step}; "
                     "--init_from=resume goes on")
@@ -304,9 +301,8 @@ class Trainer:
 
 
 def main(argv: list[str], signals: Signals | None = None):
-    """Train by the settings; under torchrun, one of its processes."""
     c = settings(argv, __doc__)
-    processes = Processes.from_environment()
+    processes = Processes(*ranks())
     trainer = Trainer(c, processes)
     processes.print(
         f"{c.kv}, {trainer.model.n_params():,} parameters without the embedding, on "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import keep_previous
-from configurator import UserError
+from configurator import UserError, package
 from running.processes import Processes, brief
 
 
@@ -62,9 +62,8 @@ class Log:
             if previous:
                 self.processes.print(f"{folder} held a run: it is kept in {previous}")
             os.replace(temporary, self.path)
-        except OSError:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
         self.begun = True
 
     def write(self):
@@ -133,11 +132,7 @@ class Log:
 
 
 def import_wandb():
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("wandb=True: the package is not installed (pip install wandb)") from None
-    return wandb
+    return package("wandb", "wandb=True: the package is not installed (pip install wandb)")
 
 
 def start_wandb(c, run_id: str | None):

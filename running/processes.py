@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: see Processes.end
 from torch import Tensor
 
-from configurator import UserError, let_go, ranks
+from configurator import UserError, let_go
 
 
 class Lost(UserError):
@@ -29,10 +29,6 @@ class Processes:
     world: int = 1
     local_rank: int = 0
     closed: int = 0  # SIGPIPE once nobody reads stdout any more: a request to stop, too
-
-    @classmethod
-    def from_environment(cls) -> Processes:
-        return cls(*ranks())
 
     def start(self, device: str):
         """Find the others. Raises UserError if they do not come."""

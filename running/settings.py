@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, key, parse, ranks
+from configurator import UserError, at_least, key, parse, ranks
 
 SCHEDULE = ("n_groups", "n_nograd", "n_grad")
 SYSTEMS = "whitematter, vanilla, nofeedback, lckv, feedback, fusedkv, fusedkv_lite, recurrent"
@@ -78,15 +78,10 @@ def settings(argv: list[str], usage: str) -> TrainConfig:
 
 def check(c: TrainConfig, rank: int = 0, world: int = 1):
     """Raise UserError for settings that cannot work together, in so many processes."""
-    for name in ("batch_size", "block_size", "gradient_accumulation_steps", "eval_interval",
-                 "log_interval", "max_iters"):
-        if getattr(c, name) < 1:
-            raise UserError(f"{name}={getattr(c, name)}: at least 1 is needed")
-    for name in ("learning_rate", "min_lr", "weight_decay", "grad_clip", "warmup_iters",
-                 "lr_decay_iters", "eval_rows", "seed"):
-        value = getattr(c, name)
-        if value is not None and not 0 <= value < math.inf:  # also refuses nan
-            raise UserError(f"{name}={value}: at least 0 is needed")
+    at_least(1, c, "batch_size", "block_size", "gradient_accumulation_steps", "eval_interval",
+             "log_interval", "max_iters")
+    at_least(0, c, "learning_rate", "min_lr", "weight_decay", "grad_clip", "warmup_iters",
+             "lr_decay_iters", "eval_rows", "seed")
     for name in ("momentum", "beta1", "beta2"):
         if not 0 <= getattr(c, name) < 1:
             raise UserError(f"{name}={getattr(c, name)}: at least 0, and less than 1, is needed")

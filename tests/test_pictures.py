@@ -113,11 +113,10 @@ def test_difference_to_the_first_run_by_hand():
 
     base = curve([10.0, 20.0, 30.0], [5.0, 4.0, 2.0], [20.0, 30.0], [4.0, 3.0])
     other = curve([5.0, 15.0, 25.0, 35.0], [9.0, 4.0, 3.3, 1.0], [15.0, 30.0], [9.0, 2.5])
-    x, y = pictures.relative(other, base)
-    assert x.tolist() == [15, 25]
-    assert y == pytest.approx([100 * (math.exp(-0.5) - 1), 100 * (math.exp(0.3) - 1)])
-    x, y = pictures.relative_validation(other, base)
-    assert x.tolist() == [30] and y == pytest.approx([100 * (math.exp(-0.5) - 1)])
+    off = pictures.relative(other, base)
+    assert off.x.tolist() == [15, 25] and off.val_x.tolist() == [30]
+    assert off.loss == pytest.approx([100 * (math.exp(-0.5) - 1), 100 * (math.exp(0.3) - 1)])
+    assert off.val_loss == pytest.approx([100 * (math.exp(-0.5) - 1)])
 
 
 def test_curves_picture(here, figures):

@@ -16,7 +16,7 @@ import decoding
 import sample
 from baselines import build
 from checkpoint import save_checkpoint
-from configurator import UserError
+from configurator import UserError, run
 from kernels import accelerate
 from model import ModelConfig
 from solvers import autoregressive, one_pass
@@ -407,7 +407,8 @@ def test_exact_says_so_after_as_many_passes_as_tokens(checkpoint, capsys):
 def test_typed_bytes_that_are_no_text(checkpoint, monkeypatch, capsys):
     typed = io.TextIOWrapper(io.BytesIO(b"a\xff\nb\n"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", typed)
-    sample.main([f"--out_dir={checkpoint}", "--interactive", "--max_new_tokens=1", "--device=cpu"])
+    argv = [f"--out_dir={checkpoint}", "--interactive", "--max_new_tokens=1", "--device=cpu"]
+    run(sample.main, argv)
     assert capsys.readouterr().out.count("> ") == 3  # two prompts, and then the end
 
 
@@ -416,8 +417,8 @@ def test_ascii_terminal(checkpoint, monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     with contextlib.redirect_stderr(io.StringIO()):
-        sample.main([f"--out_dir={checkpoint}", "--start=é🙂", "--max_new_tokens=30",
-                     "--device=cpu"])
+        run(sample.main, [f"--out_dir={checkpoint}", "--start=é🙂", "--max_new_tokens=30",
+                          "--device=cpu"])
     sys.stdout.flush()
     assert raw.getvalue().startswith(b"??")
 

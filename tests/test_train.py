@@ -277,7 +277,7 @@ def test_a_new_run_may_begin_with_the_weights_of_another(folder, monkeypatch):
         assert (trainer.step, trainer.rows_seen, trainer.best) == (0, 0, math.inf)
         assert trainer.model_config.n_groups == TINY["n_groups"]
         assert not trainer.optimizers[0].state
-        trainer.lock.release()
+        trainer.lock.close()
     trainer.run()
     assert losses("tuned/log.csv")[0] < losses("base/log.csv")[0]
     assert make(folder, monkeypatch, out_dir="tuned", init_from="auto:given.pt").step == 3

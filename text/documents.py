@@ -29,11 +29,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from configurator import UserError
+from configurator import UserError, package
 
 FORMATS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 CHUNK = 2**18  # bytes that are read at a time
-# half a surrogate, or what stands for a byte, or a zero: see `whole`
+# half a surrogate, or what stands for a byte, or a zero: see `clean`
 NO_TEXT = re.compile(r"[\0\ud800-\udfff]")
 PAUSE = 1  # seconds, doubled with every try of a download
 
@@ -93,76 +93,90 @@ class Documents:
     def __iter__(self) -> Iterator[Iterable[str]]:
         for path in self.files:
             with open(path, "rb") as self.raw:
-                for document in read_file(self.raw, path):
-                    yield self.whole(document, path)
+                yield from self.read(path)
             self.raw = None
             self.before += path.stat().st_size
 
-    def whole(self, document: Iterable[tuple[int, str]], path: Path) -> Iterator[str]:
-        """The strings of a document, which came with the number of their line or row."""
-        for number, text in document:
-            if no_text(text):
-                unit = "row" if path.suffix.lower() == ".parquet" else "line"
-                self.first = self.first or f"{path}, {unit} {number}"
-                text, n = NO_TEXT.subn("\ufffd", text)  # noqa: PLW2901
-                self.replaced += n
-            yield text
+    def read(self, path: Path) -> Iterator[Iterable[str]]:
+        """The documents of the open file. Raises UserError with its name if something is wrong.
+
+        A byte that is not UTF-8 is half a surrogate until `clean` has replaced it.
+        """
+        name, file = path.name.lower(), self.raw
+        if name.endswith(".gz"):
+            file = io.BufferedReader(gzip.GzipFile(fileobj=file))
+        kind = name.removesuffix(".gz").rpartition(".")[2]
+        if kind == "txt":
+            yield self.read_text(file, path)
+        else:
+            yield from (self.read_parquet if kind == "parquet" else self.read_jsonl)(file, path)
+
+    def clean(self, text: str, where: str) -> str:
+        """A string in which what is no text has become U+FFFD."""
+        if no_text(text):
+            self.first = self.first or where
+            text, n = NO_TEXT.subn("\ufffd", text)
+            self.replaced += n
+        return text
+
+    def read_text(self, file, path: Path) -> Iterator[str]:
+        """A text file in pieces, its line ends untouched."""
+        decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+        line, data = 1, None
+        with unpacking(path):
+            while data != b"":
+                data = file.read(CHUNK)
+                if line == 1 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise UserError(f"{path} is UTF-16, not UTF-8")
+                text = decoder.decode(data, final=not data)
+                bad = no_text(text)
+                before = text.count("\n", 0, bad.start()) if bad else 0
+                yield self.clean(text, f"{path}, line {line + before}")
+                line += text.count("\n")
+
+    def read_jsonl(self, file, path: Path) -> Iterator[list[str]]:
+        """The "text" of each line; a line without one stops the run with file and line number."""
+        with unpacking(path):
+            for number, line in enumerate(file, 1):  # as bytes: only \n ends a line
+                if not line.strip():
+                    continue
+                line = line.decode("utf-8", "surrogateescape")  # noqa: PLW2901
+                where = f"{path}, line {number}"
+                try:
+                    text = json.loads(line.removeprefix("\ufeff"))["text"]
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{where}: not JSON: {error}") from None
+                except (KeyError, TypeError, IndexError):
+                    text = 0
+                if not isinstance(text, str | None):
+                    raise UserError(f'{where}: wanted an object with a string "text"')
+                yield [self.clean(text or "", where)]
+
+    def read_parquet(self, file, path: Path) -> Iterator[list[str]]:
+        """The column "text" of a parquet file, row by row."""
+        parquet = import_parquet()
+        import pyarrow
+
+        try:
+            table = parquet.ParquetFile(file)
+            if "text" not in table.schema_arrow.names:
+                names = ", ".join(table.schema_arrow.names)
+                raise UserError(f'{path}: no column "text" (its columns are {names})')
+            kind = table.schema_arrow.field("text").type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise UserError(f'{path}: the column "text" holds {kind}, not string')
+            number = itertools.count(1)
+            for batch in table.iter_batches(256, columns=["text"], use_threads=False):
+                for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                    text = (data or b"").decode("utf-8", "surrogateescape")
+                    yield [self.clean(text, f"{path}, row {next(number)}")]
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{path} is no parquet file or damaged: {error}") from None
 
 
 def no_text(text: str) -> re.Match | None:
     """The first character that is no text; quick where there is none."""
     return None if text.isascii() and "\0" not in text else NO_TEXT.search(text)
-
-
-def read_file(raw, path: Path) -> Iterator[Iterable[tuple[int, str]]]:
-    """The documents of an open file, in strings with the number of their first line, or row.
-
-    A byte that is not UTF-8 is half a surrogate in them. Raises UserError with the file's name if
-    something is wrong.
-    """
-    name = path.name.lower()
-    file = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if name.endswith(".gz") else raw
-    kind = name.removesuffix(".gz").rpartition(".")[2]
-    if kind == "txt":
-        yield read_text(file, path)
-    else:
-        for row in read_parquet(file, path) if kind == "parquet" else read_jsonl(file, path):
-            yield [row]
-
-
-def read_text(file, path: Path) -> Iterator[tuple[int, str]]:
-    """A text file in pieces, its line ends untouched."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
-    line, data = 1, None
-    with unpacking(path):
-        while data != b"":
-            data = file.read(CHUNK)
-            if line == 1 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise UserError(f"{path} is UTF-16, not UTF-8")
-            text = decoder.decode(data, final=not data)
-            bad = no_text(text)
-            cut = bad.start() if bad else len(text)  # so that its line is known
-            for part in (text[:cut], text[cut:]):
-                yield line, part
-                line += part.count("\n")
-
-
-def read_jsonl(file, path: Path) -> Iterator[tuple[int, str]]:
-    """The "text" of each line; a line without one stops the run with file and line number."""
-    with unpacking(path):
-        for number, line in enumerate(file, 1):  # as bytes: only \n ends a line
-            if not line.strip():
-                continue
-            line = line.decode("utf-8", "surrogateescape")  # noqa: PLW2901
-            try:
-                text = json.loads(line.removeprefix("\ufeff"))["text"]
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}: not JSON: {error}") from None
-            except (KeyError, TypeError, IndexError):
-                text = 0
-            if not isinstance(text, str | None):
-                raise UserError(f'{path}, line {number}: wanted an object with a string "text"')
-            yield number, text or ""
 
 
 @contextlib.contextmanager
@@ -174,33 +188,8 @@ def unpacking(path: Path):
         raise UserError(f"{path} is damaged: {error}") from None
 
 
-def read_parquet(file, path: Path) -> Iterator[tuple[int, str]]:
-    """The column "text" of a parquet file, row by row."""
-    pyarrow, parquet = import_parquet()
-    try:
-        table = parquet.ParquetFile(file)
-        if "text" not in table.schema_arrow.names:
-            names = ", ".join(table.schema_arrow.names)
-            raise UserError(f'{path}: no column "text" (its columns are {names})')
-        kind = table.schema_arrow.field("text").type
-        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-            raise UserError(f'{path}: the column "text" holds {kind}, not string')
-        number = itertools.count(1)
-        for batch in table.iter_batches(256, columns=["text"], use_threads=False):
-            for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                yield next(number), (text or b"").decode("utf-8", "surrogateescape")
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is no parquet file or damaged: {error}") from None
-
-
-def import_parquet() -> tuple:
-    """pyarrow and its parquet module. Raises UserError where it is not installed."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError("parquet files need pyarrow: pip install pyarrow") from None
-    return pyarrow, pyarrow.parquet
+def import_parquet():
+    return package("pyarrow.parquet", "parquet files need pyarrow: pip install pyarrow")
 
 
 # --- the network

@@ -9,7 +9,7 @@ import json
 
 import numpy as np
 
-from configurator import UserError
+from configurator import package
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of a document, not of a chat's turn
 NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not use
@@ -22,7 +22,9 @@ class HuggingFace:
     """
 
     def __init__(self, content: str):
-        library, table = import_library(), json.loads(content)
+        library = package("tokenizers", "a tokenizer.json needs the library of its format, 0.20 "
+                          "or later: pip install tokenizers")
+        table = json.loads(content)
         for token in table.get("added_tokens", []):
             token["special"] = token.get("special") or token["content"] in ENDS
         table |= {"truncation": None, "padding": None, "post_processor": None}
@@ -39,7 +41,7 @@ class HuggingFace:
         self.library.encode_special_tokens = True  # as ordinary text
         check_steps(json.loads(self.library.to_str()))
         added, letters = self.library.get_added_tokens_decoder(), byte_letters()
-        self.special = {t.content: i for i, t in added.items() if t.special}
+        special = {t.content: i for i, t in added.items() if t.special}
         self.tokens = {i: t.content.encode() for i, t in added.items()}
         for token, i in self.library.get_vocab(False).items():
             with contextlib.suppress(KeyError):  # one of other letters, which never occurs
@@ -48,7 +50,9 @@ class HuggingFace:
         if lacking:
             raise ValueError(f"{len(lacking)} of the bytes of UTF-8 have no token, such as "
                              f"{min(lacking)!r}")
-        self.n_vocab, self.special_tokens_set = max(self.tokens) + 1, set(self.special)
+        self.n_vocab, self.special_tokens_set = max(self.tokens) + 1, set(special)
+        self.encode_single_token = special.__getitem__
+        self.decode_single_token_bytes = self.tokens.__getitem__
 
     def __reduce__(self):
         return HuggingFace, (self.content,)
@@ -59,24 +63,6 @@ class HuggingFace:
         # twice as fast as encode, since without positions
         (encoded,) = self.library.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoded.ids, np.uint32)
-
-    def encode_single_token(self, token: str) -> int:
-        """The id of a control token."""
-        return self.special[token]
-
-    def decode_single_token_bytes(self, token: int) -> bytes:
-        """The bytes of an id. Raises KeyError where it has none."""
-        return self.tokens[token]
-
-
-def import_library():
-    """The library tokenizers. Raises UserError where it is not installed."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError("a tokenizer.json needs the library of its format, 0.20 or later: "
-                        "pip install tokenizers") from None
-    return tokenizers
 
 
 def check_steps(table: dict) -> None:
@@ -103,9 +89,9 @@ def byte_letters() -> dict[str, int]:
     return {chr(i): i for i in prints} | {chr(256 + n): i for n, i in enumerate(others)}
 
 
-def end_of_document(special: dict[str, int]) -> int:
-    """EOS, among the ids of control tokens."""
+def end_of_document(encoding) -> int:
+    """EOS, among the control tokens of a HuggingFace or an encoding of tiktoken's."""
     for end in ENDS:
-        if end in special:
-            return special[end]
+        if end in encoding.special_tokens_set:
+            return encoding.encode_single_token(end)
     raise ValueError(f"no end of document among its special tokens ({' or '.join(ENDS)})")

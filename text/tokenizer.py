@@ -19,14 +19,14 @@ import filecmp
 import hashlib
 import importlib.util
 import json
+import multiprocessing
 import os
-import queue
 import re
 import shutil
 import tempfile
-import threading
 import unicodedata
 from collections.abc import Iterable, Iterator
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -75,8 +75,7 @@ class Tokenizer:
     `vocab_size` ids mean something; a model has `model_rows` of them, which may be more.
     """
 
-    def __init__(self, name: str, encoding: tiktoken.Encoding | HuggingFace,
-                 eos_id: int | None = None, model_rows: int = 0, nfc: bool = False,
+    def __init__(self, name: str, encoding: tiktoken.Encoding | HuggingFace, nfc: bool = False,
                  added: Iterable[str] = ()):
         self.name = name
         self.files: list[Path] = []  # that describe it, the one to open first
@@ -84,8 +83,9 @@ class Tokenizer:
         self.added = set(added)  # special ones of tiktoken's that are none: text may spell them
         self.nfc = nfc  # whether text is normalised first: e and an accent become one character
         self.vocab_size: int = encoding.n_vocab
-        self.eos_id: int = encoding.eot_token if eos_id is None else eos_id
-        self.model_rows = max(model_rows, self.vocab_size)
+        self.eos_id = end_of_document(encoding)
+        # Qwen's models have some to spare
+        self.model_rows = max(QWEN_ROWS * (self.eos_id == QWEN_EOS), self.vocab_size)
         # uint16 holds 65,536 ids; a larger vocabulary would wrap silently
         self.dtype = np.dtype("<u2" if self.model_rows <= 2**16 else "<u4")
 
@@ -251,8 +251,9 @@ def get_tokenizer(name: str) -> Tokenizer:
     Raises UserError for an unknown name, for a file of another kind, and for a table that cannot
     be downloaded.
     """
-    if name == "bytes":
-        return Tokenizer(name, byte_encoding())
+    if name == "bytes":  # nothing merges, so any split will do; short runs are fastest
+        return build(name, {bytes([i]): i for i in range(256)}, r"(?s:.{1,64})",
+                     {"<|endoftext|>": 256})
     if name == "qwen3":
         return qwen3()
     known = ["bytes", "qwen3", *tiktoken.list_encoding_names()]
@@ -273,35 +274,16 @@ def is_path(name: str) -> bool:
     return "/" in name or os.sep in name
 
 
-def byte_encoding() -> tiktoken.Encoding:
-    """Every byte is a token, and 256 is EOS."""
-    return tiktoken.Encoding(
-        "bytes",
-        pat_str=r"(?s:.{1,64})",  # nothing merges, so any split will do; short runs are fastest
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={"<|endoftext|>": 256},
-    )
-
-
 def from_tiktoken(name: str) -> Tokenizer:
     """One that tiktoken knows. It sets no time limit to its download, so wait for it outside."""
-    box: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=load_encoding, args=(name, box), daemon=True).start()
     try:
-        encoding = box.get(timeout=LOAD_SECONDS)
-    except queue.Empty:
-        encoding = TimeoutError(f"no answer in {LOAD_SECONDS} s")
-    if isinstance(encoding, Exception):
-        raise not_loaded(name, f"{type(encoding).__name__}: {encoding}")
-    return Tokenizer(name, encoding)
-
-
-def load_encoding(name: str, box: queue.SimpleQueue) -> None:
-    """Put tiktoken's encoding, or what went wrong, into the box."""
-    try:
-        box.put(tiktoken.get_encoding(name))
+        with ThreadPool(1) as pool:
+            encoding = pool.apply_async(tiktoken.get_encoding, (name,)).get(LOAD_SECONDS)
+    except multiprocessing.TimeoutError:
+        raise not_loaded(name, f"TimeoutError: no answer in {LOAD_SECONDS} s") from None
     except (OSError, ValueError, ImportError) as error:  # requests' errors are OSErrors
-        box.put(error)
+        raise not_loaded(name, f"{type(error).__name__}: {error}") from None
+    return Tokenizer(name, encoding)
 
 
 def qwen3() -> Tokenizer:
@@ -311,7 +293,10 @@ def qwen3() -> Tokenizer:
         table = Path(package.origin).parent / "resources" / "qwen.tiktoken"
         if table.is_file():
             return from_path(table, "qwen3")
-    path = cache_folder() / "qwen3-tokenizer.json"
+    # where tiktoken keeps its tables, too
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or (
+        Path(tempfile.gettempdir(), "data-gym-cache"))
+    path = Path(folder, "qwen3-tokenizer.json")
     if not path.is_file():
         try:
             for _ in fetch(QWEN_URL, path, tries=1, timeout=LOAD_SECONDS):
@@ -323,14 +308,6 @@ def qwen3() -> Tokenizer:
         raise UserError(f"{path} is not Qwen3's tokenizer (its EOS is {tokenizer.eos_id}, not "
                         f"{QWEN_EOS}); delete it to download it again")
     return tokenizer
-
-
-def cache_folder() -> Path:
-    """Where tiktoken keeps its tables, too."""
-    for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
-        if os.environ.get(variable):
-            return Path(os.environ[variable])
-    return Path(tempfile.gettempdir()) / "data-gym-cache"
 
 
 def not_loaded(name: str, reason: str) -> UserError:
@@ -355,17 +332,15 @@ def from_path(path: Path, name: str = "") -> Tokenizer:
     name = name or str(path)
     with blaming(path):
         if path.is_dir():
-            path = table_in(path)
-    with blaming(path):
-        files = [path]
+            return from_path(table_in(path), name)
+        pair = [path.with_name(name) for name in PAIR]
         if path.suffix == ".tiktoken":
             tokenizer = from_table(path, name)
-        elif path.name in PAIR:
-            files = [path.with_name(name) for name in PAIR]
-            tokenizer = from_gpt2(path.parent, name)
+        elif path in pair:
+            tokenizer = from_gpt2(*pair, name)
         else:
             tokenizer = from_huggingface(path, name)
-        tokenizer.files = files
+        tokenizer.files = pair if path in pair else [path]
         return tokenizer
 
 
@@ -413,66 +388,55 @@ def from_table(path: Path, name: str) -> Tokenizer:
     return build(name, ranks, *TABLES[len(ranks)])
 
 
-def from_gpt2(folder: Path, name: str) -> Tokenizer:
+def from_gpt2(encoder: Path, bpe: Path, name: str) -> Tokenizer:
     """GPT-2's pair of files: ids of tokens, and merges, one a line below a line of comment."""
-    with blaming(folder / PAIR[0]):
-        vocab = json.loads((folder / PAIR[0]).read_text(encoding="utf-8"))
+    with blaming(encoder):
+        vocab = json.loads(encoder.read_text(encoding="utf-8"))
         if not isinstance(vocab, dict):
             raise ValueError("not an object of tokens and their ids")
-    with blaming(folder / PAIR[1]):
-        merges = read_merges(folder / PAIR[1], vocab)
-        made = set(map("".join, merges))
-        rest = {token for token in vocab if len(token) > 1 and token not in made}
-        control = {token for token in rest if token[0] == "<" and token[-1] == ">"}
-        if rest > control:
-            raise ValueError(f"{len(rest - control):,} tokens of encoder.json have no merge, such "
-                             f"as {min(rest - control)!r}: cut off, or of another encoder.json")
-    special = {token: vocab.pop(token) for token in control}
-    with blaming(folder / PAIR[0]):
-        return build(name, merge_ranks(vocab, merges), GPT2_PATTERN, special, False)
+        with blaming(bpe):
+            made = read_merges(bpe, vocab)
+            rest = {token for token in vocab.keys() - set(made) if len(token) > 1}
+            control = {token for token in rest if token[0] == "<" and token[-1] == ">"}
+            if rest > control:
+                raise ValueError(
+                    f"{len(rest - control):,} tokens of encoder.json have no merge, such as "
+                    f"{min(rest - control)!r}: cut off, or of another encoder.json")
+        ids = [vocab[token] for token in made]
+        if ids != sorted(ids):  # tiktoken merges in that order
+            raise ValueError("its merges are not in the order of their ids")
+        special = {token: vocab.pop(token) for token in control}
+        byte_of = byte_letters()
+        ranks = {bytes(map(byte_of.__getitem__, token)): i for token, i in vocab.items()}
+        if any(bytes([i]) not in ranks for i in range(256)):
+            raise ValueError("not all 256 bytes are tokens")
+        return build(name, ranks, GPT2_PATTERN, special)
 
 
-def read_merges(path: Path, vocab: dict[str, int]) -> list[list[str]]:
-    """The pairs of tokens in a vocab.bpe. Raises ValueError with the line that holds none."""
-    merges = []
+def read_merges(path: Path, vocab: dict[str, int]) -> list[str]:
+    """What the merges of a vocab.bpe make. Raises ValueError with the line that is none."""
+    made = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line and not line.startswith("#version"):
-            merges.append(line.split(" "))
-            if len(merges[-1]) != 2 or not {*merges[-1], "".join(merges[-1])} <= vocab.keys():
+            pair = line.split(" ")
+            made.append("".join(pair))
+            if len(pair) != 2 or not {*pair, made[-1]} <= vocab.keys():
                 raise ValueError(f"line {number} is no merge of two tokens of encoder.json: "
                                  f"{line[:40]!r}")
-    return merges
+    return made
 
 
 def from_huggingface(path: Path, name: str) -> Tokenizer:
-    """A tokenizer.json of a byte-level BPE."""
-    encoding = HuggingFace(path.read_text(encoding="utf-8"))
-    end = end_of_document(encoding.special)
-    rows = QWEN_ROWS if end == QWEN_EOS == encoding.library.get_vocab_size(False) else 0
-    tokenizer = Tokenizer(name, encoding, end, rows)
+    tokenizer = Tokenizer(name, HuggingFace(path.read_text(encoding="utf-8")))
     if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
         raise ValueError("its ids do not give the text back")
     return tokenizer
 
 
-def merge_ranks(vocab: dict[str, int], merges: list[list[str]]) -> dict[bytes, int]:
-    """Ids of tokens as bytes. tiktoken merges in the order of ids, so the merges must be in it."""
-    byte_of = byte_letters()
-    made = [vocab[left + right] for left, right in merges]
-    if any(a > b for a, b in zip(made, made[1:])):
-        raise ValueError("its merges are not in the order of their ids")
-    ranks = {bytes(map(byte_of.__getitem__, token)): i for token, i in vocab.items()}
-    if any(bytes([i]) not in ranks for i in range(256)):
-        raise ValueError("not all 256 bytes are tokens")
-    return ranks
-
-
 def build(name: str, ranks: dict[bytes, int], pattern: str, special: dict[str, int],
-          nfc: bool, added: Iterable[str] = ()) -> Tokenizer:
+          nfc: bool = False, added: Iterable[str] = ()) -> Tokenizer:
     """A tokenizer of tiktoken's from its parts."""
-    end = end_of_document(special)
     encoding = tiktoken.Encoding(
         Path(name).name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )
-    rows = QWEN_ROWS if end == QWEN_EOS == len(ranks) else 0  # Qwen's models have some to spare
-    return Tokenizer(name, encoding, end, rows, nfc, added)
+    return Tokenizer(name, encoding, nfc, added)

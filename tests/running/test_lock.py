@@ -14,5 +14,5 @@ def test_two_runs_do_not_share_a_folder(folder, monkeypatch):
         with pytest.raises(UserError, match="out_dir=out: another run is writing there"):
             make(folder, monkeypatch, init_from=init_from)
     assert sorted(losses("out/log.csv")) == [0, 1]
-    first.lock.release()
+    first.lock.close()
     assert in_process(folder, monkeypatch, max_iters=3, init_from="resume").step == 3

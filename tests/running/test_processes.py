@@ -12,7 +12,7 @@ import pytest
 import torch
 from runs import ROOT, arguments, refused
 
-from configurator import UserError, run
+from configurator import UserError, ranks, run
 from running.processes import Processes
 from running.settings import TrainConfig, check
 
@@ -24,13 +24,14 @@ def test_a_group_of_which_one_is_missing_ends_by_a_signal_and_joins_its_threads(
     waits for another one ignored SIGTERM."""
     code = """if True:
         import glob, os, signal, time, torch
+        from configurator import ranks
         from running.processes import Processes
         from running.signals import Signals
         waits = os.fork()
         if not waits:
             signals = Signals()
             print("there", flush=True)
-            Processes.from_environment().start("cpu")
+            Processes(*ranks()).start("cpu")
             os._exit(0)
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}
         def threads():
@@ -67,7 +68,7 @@ def test_half_an_environment_of_torchrun_is_named(folder, monkeypatch, capsys, e
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError) as error:
-        Processes.from_environment()
+        Processes(*ranks())
     assert all(word in str(error.value) for word in words)
     if "RANK" not in env:
         refused(arguments(), capsys, *words)
