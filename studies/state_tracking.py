@@ -38,6 +38,7 @@ from baselines import build
 from kernels import Fast, accelerate
 from measure.timing import check, environment, write_json
 from model import Decoder, ModelConfig, rms_norm
+from pictures import COLOURS, check_output, plot, save
 from running.devices import pick_device, pick_dtype
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Processes
@@ -166,9 +167,8 @@ class Trainer:
 
     def train(self):
         """All steps; the last ones by the schedule `then`, if there is one."""
-        c, first = self.c, self.c.max_iters
-        if c.then:
-            first -= c.then_steps
+        c = self.c
+        first = c.max_iters - c.then_steps if c.then else c.max_iters
         self.steps(0, first)
         if c.then:
             self.model.config.n_groups, self.model.config.n_nograd, self.model.config.n_grad = (
@@ -303,22 +303,21 @@ def plans() -> Iterator[dict]:
                 yield dict(system=system, schedule=schedule, seed=seed)
 
 
-def jobs(c: StudyConfig) -> Iterator[Job]:
+def jobs(c: StudyConfig) -> list[Job]:
     """The runs by name, each once."""
-    names = set()
+    made = {}
     for given in plans():
         p = {"learning_rate": RATE, "seed": SEEDS[0], **given}
         system = p.pop("system")
         parts = [p.get("group", "s5"), system, p["schedule"], p.get("then"), p.get("start")]
         name = "-".join([*filter(None, parts), f"{p['learning_rate']:g}", str(p["seed"])])
-        if name in names:
-            continue
-        names.add(name)
         out = Path(c.folder) / f"{name}.json"
         settings = [f"--{k}={v}" for k, v in (SYSTEMS[system] | p).items()]
-        yield Job(name, [["-m", "studies.state_tracking", "train", *settings, f"--json={out}"]],
-                  lambda out=out, system=system: {
-                      "system": system, **json.loads(out.read_text(encoding="utf-8"))})
+        made.setdefault(name, Job(
+            name, [["-m", "studies.state_tracking", "train", *settings, f"--json={out}"]],
+            lambda out=out, system=system: {
+                "system": system, **json.loads(out.read_text(encoding="utf-8"))}))
+    return list(made.values())
 
 
 def all_command(argv: list[str]):
@@ -345,8 +344,6 @@ def best(records: list[dict], **settings) -> dict | None:
 
 def plot_command(argv: list[str]):
     """The picture."""
-    from pictures import COLOURS, check_output, plot, save
-
     c = parse(PlotConfig(), argv, "python -m studies.state_tracking plot")
     check_output(c.output)
     records = read_records(c.json, "system", "schedule", "exact")
