@@ -21,6 +21,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 
 # before torch, which reads what it tells OpenMP
 from configurator import UserError, key, parse, run, run_command
@@ -28,6 +29,8 @@ from configurator import UserError, key, parse, run, run_command
 # isort: split
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import train
 from baselines import build, named, named_configs, plan
@@ -152,8 +155,8 @@ class SystemsConfig:
 
     def models(self) -> dict[str, ModelConfig]:
         """The configs by name. Raises UserError for a name that is no system's."""
-        names = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(self)}
-        sizes = {name: getattr(self, name) for name in names}
+        sizes = {f.name: getattr(self, f.name) for f in fields(ModelConfig)
+                 if hasattr(self, f.name)}
         if self.vocab_size < 2:
             raise UserError(f"vocab_size={self.vocab_size}: at least 2 are needed")
         try:
@@ -219,13 +222,11 @@ def train_command(argv: list[str]):
 def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
                   dtype: torch.dtype) -> dict:
     """Figures of one system; what they needed is free again afterwards."""
-    on_cuda = device.startswith("cuda")
     empty(device)
     model = random_model(config, device, c.seed)
     flat = train.flat_gradient(model)
     optimizers = train.make_optimizers(model, train.TrainConfig())
     fast = accelerate(model, dtype, c.compile, c.kernels, training=True, graph=c.graph)
-
     update = train.make_optimizer_step(fast, optimizers)
 
     def step():
@@ -233,28 +234,19 @@ def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
         flat.zero_()
 
     x, y = random_rows(c, device)
-    r = {"runs": str(fast)} | time_micro_step(fast, x, y, c, device)
-    for _ in range(3 if fast.graph else 0):  # which compile and capture
+    micro_step = partial(train.make_micro_step(fast, 1.0), x, y)
+    began = time.perf_counter()
+    for _ in range(3 if fast.graph else 1):  # which compile and capture
+        micro_step()
+    synchronise(device)
+    r = {"runs": str(fast), "first_seconds": time.perf_counter() - began,
+         "micro_step": measure(micro_step, device, c.warmups, c.trials, x.numel()),
+         "kernels": kernel_times(micro_step, device) if c.profile else None}
+    for _ in range(3 if fast.graph else 0):
         step()
     r["optimizer"] = measure(step, device, c.warmups, c.trials, x.numel())
-    r["peak_bytes"] = torch.cuda.max_memory_allocated() if on_cuda else None
+    r["peak_bytes"] = torch.cuda.max_memory_allocated() if device.startswith("cuda") else None
     return r | time_loss(fast, y, c, device)
-
-
-def time_micro_step(fast: Fast, x: Tensor, y: Tensor, c: TrainBenchConfig, device: str) -> dict:
-    """Its first runs, which compile and capture, and those after them."""
-    micro_step = train.make_micro_step(fast, 1.0)
-
-    def run_once():
-        micro_step(x, y)
-
-    began = time.perf_counter()
-    for _ in range(3 if fast.graph else 1):
-        run_once()
-    synchronise(device)
-    return {"first_seconds": time.perf_counter() - began,
-            "micro_step": measure(run_once, device, c.warmups, c.trials, x.numel()),
-            "kernels": kernel_times(run_once, device) if c.profile else None}
 
 
 def time_loss(fast: Fast, y: Tensor, c: TrainBenchConfig, device: str) -> dict:
@@ -268,9 +260,9 @@ def time_loss(fast: Fast, y: Tensor, c: TrainBenchConfig, device: str) -> dict:
             loss = fast.model.loss(h, y)
         loss.backward()
 
-    r = {"loss": measure(run_once, device, c.warmups, c.trials, y.numel())}
-    on_cuda = device.startswith("cuda")
-    return r | {"loss_peak_bytes": torch.cuda.max_memory_allocated() - before if on_cuda else None}
+    return {"loss": measure(run_once, device, c.warmups, c.trials, y.numel()),
+            "loss_peak_bytes": torch.cuda.max_memory_allocated() - before
+            if device.startswith("cuda") else None}
 
 
 def random_rows(c: TrainBenchConfig, device: str) -> tuple[Tensor, Tensor]:
@@ -307,9 +299,6 @@ def kind_of(name: str) -> str:
 
 def kernel_times(function: Callable, device: str) -> dict[str, tuple[float, int]]:
     """Milliseconds and number of kernels of one call, by kind."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
     on_cuda = device.startswith("cuda")
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
     with profile(activities=activities) as profiler:
@@ -424,14 +413,6 @@ class ComparisonConfig:
     seed: int = key(1337, "of weights and row order")
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
-    def settings(self) -> dict[str, train.TrainConfig]:
-        """train.py's settings of each system. Raises UserError for a name that is no system's."""
-        c = parse(train.TrainConfig(), [self.config], "")
-        c = replace(c, max_iters=self.max_iters, eval_interval=self.max_iters, device=self.device,
-                    seed=self.seed)
-        return {name: replace(config, out_dir=f"{self.out_dir}/{name}")
-                for name, config in named_configs(self.systems, c).items()}
-
 
 class Quiet(train.Processes):
     """This process alone, and no progress lines."""
@@ -445,7 +426,11 @@ def systems_command(argv: list[str]):
     c = parse(ComparisonConfig(), argv, "python bench.py systems: small versions of all systems, "
               "trained by train.py on the same tokens")
     check(c, "max_iters")
-    results, systems = {}, c.settings()
+    results, same = {}, replace(
+        parse(train.TrainConfig(), [c.config], ""), max_iters=c.max_iters,
+        eval_interval=c.max_iters, device=c.device, seed=c.seed)
+    systems = {name: replace(settings, out_dir=f"{c.out_dir}/{name}")
+               for name, settings in named_configs(c.systems, same).items()}
     for name, settings in systems.items():  # before the first one takes its time
         try:
             train.model_config(settings, {"vocab_size": 64, "eos_id": None})
