@@ -78,42 +78,37 @@ OTHERS = {  # not in the paper's table
 
 @dataclass
 class FlopsConfig:
-    """What `bench.py flops` takes."""
-
     block_size: int = key(2048, "T, tokens per row and in the cache; the paper's is 2048")
     count: bool = key(True, "run the code and count too (minutes), not only the formula")
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
 def flops_command(argv: list[str]):
-    """Count the FLOP per token of all systems."""
     c = parse(FlopsConfig(), argv, "python bench.py flops: FLOP per token, without the head")
     check(c, "block_size")
     rows = PAPER | {name: (sizes, (None,) * len(MODES)) for name, sizes in OTHERS.items()}
-    results = {}
-    for name, (sizes, paper) in rows.items():
-        config = ModelConfig(**sizes)
-        with torch.device("meta"):
-            n_params = build(config).n_params()
-        results[name] = {"params": n_params, "modes": {mode: {
-            "formula": flops_per_token(config, c.block_size, mode) / 1e9,
-            "counted": count_flops(config, c.block_size, mode) / 1e9 if c.count else None,
-            "paper": printed if c.block_size == 2048 else None}
-            for mode, printed in zip(MODES, paper)}}
-    base = results["vanilla L=16"]["modes"]
     print(f"GFLOP per token without the head, T={c.block_size}; x: over vanilla L=16\n")
     print(f"{'':17s} {'parameters':>11s}  {'':8s} {'counted':>8s} {'formula':>8s} {'x':>5s} "
           f"{'paper':>6s} {'x':>5s} {'to paper':>8s}")
-    for name, result in results.items():
-        label, n_params = name, f"{result['params']:,}"
-        for mode, r in result["modes"].items():
-            paper = "" if r["paper"] is None else (
-                f" {r['paper']:6.3f} {r['paper'] / base[mode]['paper']:5.2f} "
-                f"{100 * (r['formula'] / r['paper'] - 1):+7.1f}%")
-            counted = "-" if r["counted"] is None else f"{r['counted']:.4f}"
-            print(f"{label:17s} {n_params:>11s}  {mode:8s} {counted:>8s} "
-                  f"{r['formula']:8.4f} {r['formula'] / base[mode]['formula']:5.2f}{paper}")
-            label = n_params = ""
+    results = {}
+    for name, (sizes, figures) in rows.items():
+        config = ModelConfig(**sizes)
+        with torch.device("meta"):
+            n_params = build(config).n_params()
+        results[name] = {"params": n_params, "modes": {}}
+        for mode, figure in zip(MODES, figures):
+            formula = flops_per_token(config, c.block_size, mode) / 1e9
+            counted = count_flops(config, c.block_size, mode) / 1e9 if c.count else None
+            paper = figure if c.block_size == 2048 else None
+            results[name]["modes"][mode] = {
+                "formula": formula, "counted": counted, "paper": paper}
+            base = results["vanilla L=16"]["modes"][mode]
+            left = f"{name:17s} {n_params:11,d}" if mode == MODES[0] else " " * 29
+            shown = "-" if counted is None else f"{counted:.4f}"
+            right = "" if paper is None else (f" {paper:6.3f} {paper / base['paper']:5.2f} "
+                                              f"{100 * (formula / paper - 1):+7.1f}%")
+            print(f"{left}  {mode:8s} {shown:>8s} {formula:8.4f} "
+                  f"{formula / base['formula']:5.2f}{right}", flush=True)
     print(FOOTNOTE)
     write_json(c.json, {"command": "flops", "unit": "GFLOP per token", "settings": asdict(c),
                         "torch": torch.__version__, "models": results})
@@ -170,8 +165,6 @@ class SystemsConfig:
 
 @dataclass
 class TrainBenchConfig(SystemsConfig):
-    """What `bench.py train` takes."""
-
     batch_size: int = key(16, "rows of a micro-step")
     block_size: int = key(2048, "T, tokens per row")
     document: int = key(1000, "tokens of a document on average; 0: a row is one document")
@@ -181,7 +174,6 @@ class TrainBenchConfig(SystemsConfig):
 
 
 def train_command(argv: list[str]):
-    """Time and memory of training."""
     c = parse(TrainBenchConfig(), argv, "python bench.py train: a micro-step (forward and backward "
               "as train.py runs it),\nthe optimizer step and the loss on its own")
     check(c, "batch_size", "block_size", "trials", "warmups")
@@ -319,8 +311,6 @@ def kernel_times(function: Callable, device: str) -> dict[str, tuple[float, int]
 
 @dataclass
 class DecodeConfig(SystemsConfig):
-    """What `bench.py decode` takes."""
-
     batch_sizes: str = key("1,8,64", "rows that are decoded together, one number or several")
     context: int = key(2048, "tokens in the cache before the first timed one")
     steps: int = key(32, "tokens of a trial")
@@ -331,7 +321,6 @@ class DecodeConfig(SystemsConfig):
 
 @torch.no_grad()
 def decode_command(argv: list[str]):
-    """Time of a token."""
     c = parse(DecodeConfig(), argv, "python bench.py decode: time of a token as sample.py decodes "
               "it,\nwith the choice of the token and its way to the host")
     check(c, "context", "steps", "trials", "warmups")
@@ -402,8 +391,6 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
 
 @dataclass
 class ComparisonConfig:
-    """What `bench.py systems` takes."""
-
     systems: str = key("vanilla,k4,k2,k1,static4,static1,nofeedback,lckv2,lckv1,feedback,recurrent,"
                        "fusedkv,fusedkv_lite", "names as for bench.py train")
     config: str = key("config/tiny.py", "sizes, data and all else")
@@ -414,15 +401,7 @@ class ComparisonConfig:
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
-class Quiet(train.Processes):
-    """This process alone, and no progress lines."""
-
-    def print(self, *args, **kwargs):
-        pass
-
-
 def systems_command(argv: list[str]):
-    """Train small versions of all systems on the same tokens."""
     c = parse(ComparisonConfig(), argv, "python bench.py systems: small versions of all systems, "
               "trained by train.py on the same tokens")
     check(c, "max_iters")
@@ -437,7 +416,9 @@ def systems_command(argv: list[str]):
         except UserError as error:
             raise UserError(f"systems={c.systems}, {name}: {error}") from None
     for name, settings in systems.items():
-        trainer = train.Trainer(settings, Quiet())
+        alone = train.Processes()
+        alone.print = lambda *_: None  # no progress lines
+        trainer = train.Trainer(settings, alone)
         if not results:
             tokens = trainer.tokens_per_step
             print(f"{machine(trainer.device)}, {trainer.fast}; {settings.dataset}, {c.max_iters} "

@@ -120,9 +120,8 @@ class Losses:
     @property
     def converged(self) -> bool | None:
         """Whether every batch has; None where no tolerance was given."""
-        if self.schedule.tol is None or self.schedule.solver not in ("cyclic", "jacobi"):
-            return None
-        return all(report.converged for report in self.reports)
+        each = [report.converged for report in self.reports]
+        return None if None in each else all(each)
 
 
 @torch.no_grad()
@@ -156,8 +155,6 @@ def perplexity_of(loss: float) -> float:
 
 @dataclass
 class PerplexityConfig:
-    """What `evaluate.py perplexity` takes."""
-
     out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
     dataset: str | None = key(None, "folder under data/; None: that of the training")
     split: str = key("test", "train, val or test")
@@ -191,7 +188,6 @@ def load_windows(c: PerplexityConfig, model: Decoder, checkpoint: dict) -> tuple
 
 
 def perplexity_command(argv: list[str]):
-    """Perplexity of a checkpoint."""
     c = parse(PerplexityConfig(), argv, "python evaluate.py perplexity: of a checkpoint, on every "
               "token of a file but the first")
     check(c, "block_size", "batch_size", "limit_rows", "passes", "n_groups", "max_passes")

@@ -41,8 +41,6 @@ RESIDUALS_OF = (1, 4, 8, 16)  # groups, in the table of residuals
 
 @dataclass
 class PrefillConfig:
-    """What `bench.py prefill` takes."""
-
     out_dir: str | None = key(None, "folder with ckpt.pt; None: a random model")
     random: str = key("tiny", "the random model: tiny (config/tiny.py), or paper (4 layers, D 512)")
     schedules: str | None = key(None, "time these only, without perplexities: names like "
@@ -208,7 +206,6 @@ def short_name(s: Schedule) -> str:
 
 @torch.no_grad()
 def prefill_command(argv: list[str]):
-    """Passes and time of Jacobi, cyclic and autoregressive prefill."""
     c = parse(PrefillConfig(), argv, "python bench.py prefill: passes and time of every schedule "
               "to within 1 % of the exact perplexity,\nor time of the given schedules")
     check(c, "n_layer", "block_size", "rows", "batch_size", "max_passes", "trials", "warmups")

@@ -139,8 +139,6 @@ class Scorer:
 
 @dataclass
 class DownstreamConfig:
-    """What `evaluate.py downstream` takes."""
-
     out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
     tokenizer: str | None = key(None, "its name or path; None: the copy beside the checkpoint")
     tasks: str = key("lambada_openai,wikitext,piqa,winogrande,boolq,hellaswag,arc_easy,"
@@ -273,7 +271,6 @@ def table(name: str, results: dict[str, dict]) -> str:
 
 
 def downstream_command(argv: list[str]):
-    """Downstream tasks of the lm-evaluation-harness."""
     c = parse(DownstreamConfig(), argv, "python evaluate.py downstream: tasks of the "
               "lm-evaluation-harness, zero-shot")
     check(c, "limit", "batch_size", "passes", "n_groups")

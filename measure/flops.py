@@ -104,21 +104,22 @@ def flops_per_token(config: ModelConfig, block_size: int, mode: str, head: bool 
         return total + training * (back(slice(L)) + 2 * (store + dummy))
     first, end = p.iterated
     middle, ends = slice(first, end), (slice(first), slice(end, L))
-    n, phases = passes or evaluation_schedule(c)["passes"], ()
+    phases = [passes or evaluation_schedule(c)["passes"]]
     if training:
-        n, phases = c.n_grad, [m for m in (c.n_nograd, c.n_grad) if m]
+        phases = [m for m in (c.n_nograd, c.n_grad) if m]
+    n = phases[-1]
     # a phase stores its first states and each group anew, but in training the last of the last
     # pass, which nobody reads; lckv stores its first states only
     g = min(c.n_groups, T)
     last = len(range(g - 1, T, g)) / T if training else 0
     total += sum(map(run, ends))
-    for m in phases or [n]:
+    for m in phases:
         stored = (1 if condensed else 1 + m - last) * store + dummy
         total += run(middle, m) + stored
     top = slice(end - 1, end)
     unread = max(max(channel.sources) for channel in p.channels) < end  # what it puts out
     if unread and not condensed:  # runs in the last pass only; lckv's stores keys and values
-        total -= (sum(phases or [n]) - 1) * run(top)
+        total -= (sum(phases) - 1) * run(top)
     if not training:
         return total
     total += sum(map(back, ends)) + n * back(middle) + 2 * stored

@@ -48,8 +48,6 @@ JACOBI_ROWS = 320  # of the test set, for the three figures of a schedule
 
 @dataclass
 class CorpusConfig(StudyConfig):
-    """What `systems` and `schedules` take."""
-
     dataset: str = key("corpus", "folder under data/")
 
 
@@ -110,13 +108,11 @@ def schedules(c: CorpusConfig) -> Iterator[Job]:
 
 
 def systems_command(argv: list[str]):
-    """All systems."""
     study(argv, CorpusConfig(json="results/study.json"), systems,
           "python -m studies.corpus systems: perplexity of every system")
 
 
 def schedules_command(argv: list[str]):
-    """All schedules."""
     study(argv, CorpusConfig(json="results/schedules.json"), schedules,
           "python -m studies.corpus schedules: the grid of the paper's section \"Iteration "
           "schedules in training\"")
@@ -126,8 +122,6 @@ def schedules_command(argv: list[str]):
 
 @dataclass
 class PlotConfig:
-    """What `plot` takes."""
-
     systems: str = key("results/study.json", "what `systems` has written")
     schedules: str = key("results/schedules.json", "what `schedules` has written")
     output: str = key("docs", "folder for study.png and schedules.png")
@@ -198,7 +192,6 @@ def plot_schedules(records: list[dict], output: Path):
 
 
 def plot_command(argv: list[str]):
-    """Pictures of both."""
     c = parse(PlotConfig(), argv, "python -m studies.corpus plot: what the studies found")
     for file, draw, name, needed in (
             (c.systems, plot_systems, "study.png", ("config", "learning_rate", "perplexity")),

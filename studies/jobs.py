@@ -33,8 +33,6 @@ class Job:
 
 @dataclass
 class StudyConfig:
-    """What every study takes."""
-
     only: str | None = key(None, "names of runs, or parts of names, with commas; None: all")
     list: bool = key(False, "print the names of the runs that are left, and end")
     at_once: int = key(1, "runs side by side, all on the same device")
