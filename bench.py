@@ -234,6 +234,7 @@ def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
     r = {"runs": str(fast), "first_seconds": time.perf_counter() - began,
          "micro_step": measure(micro_step, device, c.warmups, c.trials, x.numel()),
          "kernels": kernel_times(micro_step, device) if c.profile else None}
+    del micro_step  # and with it the memory of its graph
     for _ in range(3 if fast.graph else 0):
         step()
     r["optimizer"] = measure(step, device, c.warmups, c.trials, x.numel())
