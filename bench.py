@@ -181,7 +181,6 @@ def train_command(argv: list[str]):
         raise UserError(f"document={c.document}: a length, or 0 for rows of one document")
     models, device = c.models(), pick_device(c.device)
     dtype, peak = pick_dtype(c.dtype, device), peak_flops(device)
-    how = {"peak_flops": peak, **environment(device, dtype)}
     print(f"{machine(device)}\n{c.batch_size} x {c.block_size} tokens, "
           f"vocabulary {c.vocab_size:,}, L={c.n_layer}, D={c.n_embd}; MFU of "
           f"{'n/a' if peak is None else f'{peak / 1e12:.0f} TFLOP/s'}; share: of optimizer in one "
@@ -208,7 +207,8 @@ def train_command(argv: list[str]):
             print(f"\n{name}: GPU time of a micro-step, ms, and number of kernels")
             for kind, (ms, count) in r["kernels"].items():
                 print(f"  {kind:24s} {ms:9.2f} {count:7,d}")
-    write_json(c.json, {"command": "train", "settings": asdict(c), **how, "systems": results})
+    write_json(c.json, {"command": "train", "settings": asdict(c), "peak_flops": peak,
+                        **environment(device, dtype), "systems": results})
 
 
 def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,

@@ -175,7 +175,7 @@ class PerplexityConfig:
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
-def load_windows(c: PerplexityConfig, model: Decoder, checkpoint: dict) -> tuple[Path, Windows]:
+def load_windows(c: PerplexityConfig, checkpoint: dict) -> tuple[Path, Windows]:
     """The file that is scored. Raises UserError if it is not of the checkpoint's tokenizer."""
     folder, meta = load_meta(c.dataset or checkpoint["config"]["dataset"])
     if said := other_ids(meta, checkpoint["meta"]):
@@ -203,7 +203,7 @@ def perplexity_command(argv: list[str]):
     if study and (c.exact or c.tol is not None):
         raise UserError("solver=paper has schedules of its own: without exact and tol")
     schedule = None if study else schedule_of(c, model, dtype)
-    path, windows = load_windows(c, model, checkpoint)
+    path, windows = load_windows(c, checkpoint)
     fast = accelerate(model, dtype, graph=c.graph)
     step = checkpoint.get("step")
     print(f"{c.out_dir}: {model.config.kv}, {model.n_params():,} parameters without the "

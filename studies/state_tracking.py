@@ -264,10 +264,10 @@ SEEDS = 1337, 1338, 1339
 
 def plans() -> Iterator[dict]:
     """The settings of every run, the most telling first; some come twice."""
-    own = {"vanilla": ONE_PASS, "nofeedback": ONE_PASS, "lckv2": LCKV}
+    own = {"vanilla": [ONE_PASS], "nofeedback": [ONE_PASS], "lckv2": [LCKV]}
     for system in SYSTEMS:  # every system with the best of three rates
         for rate in RATES:
-            for schedule in [own[system]] if system in own else [EXACT, PAPER]:
+            for schedule in own.get(system, [EXACT, PAPER]):
                 yield dict(system=system, schedule=schedule, learning_rate=rate)
     for system in ("k1", "feedback"):  # how far does a state travel?
         for g in (4, 8, 16, 2):
@@ -277,10 +277,10 @@ def plans() -> Iterator[dict]:
     for rate in RATES:  # what does the start do?
         yield dict(system="k4", schedule=EXACT, learning_rate=rate, start="last")
     for system in ("vanilla", "nofeedback", "k1", "feedback"):  # the control
-        yield dict(group="z60", system=system, schedule=own.get(system, EXACT))
+        yield dict(group="z60", system=system, schedule=own.get(system, [EXACT])[0])
     for seed in SEEDS[1:]:
         for system in ("vanilla", "k1", "feedback"):
-            for schedule in [own[system]] if system in own else [EXACT, PAPER]:
+            for schedule in own.get(system, [EXACT, PAPER]):
                 yield dict(system=system, schedule=schedule, seed=seed)
 
 
