@@ -21,6 +21,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 
 # before torch, which reads what it tells OpenMP
 from configurator import UserError, key, parse, run, run_command
@@ -28,6 +29,8 @@ from configurator import UserError, key, parse, run, run_command
 # isort: split
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import train
 from baselines import build, named, named_configs, plan
@@ -75,42 +78,37 @@ OTHERS = {  # not in the paper's table
 
 @dataclass
 class FlopsConfig:
-    """What `bench.py flops` takes."""
-
     block_size: int = key(2048, "T, tokens per row and in the cache; the paper's is 2048")
     count: bool = key(True, "run the code and count too (minutes), not only the formula")
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
 def flops_command(argv: list[str]):
-    """Count the FLOP per token of all systems."""
     c = parse(FlopsConfig(), argv, "python bench.py flops: FLOP per token, without the head")
     check(c, "block_size")
     rows = PAPER | {name: (sizes, (None,) * len(MODES)) for name, sizes in OTHERS.items()}
-    results = {}
-    for name, (sizes, paper) in rows.items():
-        config = ModelConfig(**sizes)
-        with torch.device("meta"):
-            n_params = build(config).n_params()
-        results[name] = {"params": n_params, "modes": {mode: {
-            "formula": flops_per_token(config, c.block_size, mode) / 1e9,
-            "counted": count_flops(config, c.block_size, mode) / 1e9 if c.count else None,
-            "paper": printed if c.block_size == 2048 else None}
-            for mode, printed in zip(MODES, paper)}}
-    base = results["vanilla L=16"]["modes"]
     print(f"GFLOP per token without the head, T={c.block_size}; x: over vanilla L=16\n")
     print(f"{'':17s} {'parameters':>11s}  {'':8s} {'counted':>8s} {'formula':>8s} {'x':>5s} "
           f"{'paper':>6s} {'x':>5s} {'to paper':>8s}")
-    for name, result in results.items():
-        label, n_params = name, f"{result['params']:,}"
-        for mode, r in result["modes"].items():
-            paper = "" if r["paper"] is None else (
-                f" {r['paper']:6.3f} {r['paper'] / base[mode]['paper']:5.2f} "
-                f"{100 * (r['formula'] / r['paper'] - 1):+7.1f}%")
-            counted = "-" if r["counted"] is None else f"{r['counted']:.4f}"
-            print(f"{label:17s} {n_params:>11s}  {mode:8s} {counted:>8s} "
-                  f"{r['formula']:8.4f} {r['formula'] / base[mode]['formula']:5.2f}{paper}")
-            label = n_params = ""
+    results = {}
+    for name, (sizes, figures) in rows.items():
+        config = ModelConfig(**sizes)
+        with torch.device("meta"):
+            n_params = build(config).n_params()
+        results[name] = {"params": n_params, "modes": {}}
+        for mode, figure in zip(MODES, figures):
+            formula = flops_per_token(config, c.block_size, mode) / 1e9
+            counted = count_flops(config, c.block_size, mode) / 1e9 if c.count else None
+            paper = figure if c.block_size == 2048 else None
+            results[name]["modes"][mode] = {
+                "formula": formula, "counted": counted, "paper": paper}
+            base = results["vanilla L=16"]["modes"][mode]
+            left = f"{name:17s} {n_params:11,d}" if mode == MODES[0] else " " * 29
+            shown = "-" if counted is None else f"{counted:.4f}"
+            right = "" if paper is None else (f" {paper:6.3f} {paper / base['paper']:5.2f} "
+                                              f"{100 * (formula / paper - 1):+7.1f}%")
+            print(f"{left}  {mode:8s} {shown:>8s} {formula:8.4f} "
+                  f"{formula / base['formula']:5.2f}{right}", flush=True)
     print(FOOTNOTE)
     write_json(c.json, {"command": "flops", "unit": "GFLOP per token", "settings": asdict(c),
                         "torch": torch.__version__, "models": results})
@@ -152,8 +150,8 @@ class SystemsConfig:
 
     def models(self) -> dict[str, ModelConfig]:
         """The configs by name. Raises UserError for a name that is no system's."""
-        names = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(self)}
-        sizes = {name: getattr(self, name) for name in names}
+        sizes = {f.name: getattr(self, f.name) for f in fields(ModelConfig)
+                 if hasattr(self, f.name)}
         if self.vocab_size < 2:
             raise UserError(f"vocab_size={self.vocab_size}: at least 2 are needed")
         try:
@@ -167,8 +165,6 @@ class SystemsConfig:
 
 @dataclass
 class TrainBenchConfig(SystemsConfig):
-    """What `bench.py train` takes."""
-
     batch_size: int = key(16, "rows of a micro-step")
     block_size: int = key(2048, "T, tokens per row")
     document: int = key(1000, "tokens of a document on average; 0: a row is one document")
@@ -178,7 +174,6 @@ class TrainBenchConfig(SystemsConfig):
 
 
 def train_command(argv: list[str]):
-    """Time and memory of training."""
     c = parse(TrainBenchConfig(), argv, "python bench.py train: a micro-step (forward and backward "
               "as train.py runs it),\nthe optimizer step and the loss on its own")
     check(c, "batch_size", "block_size", "trials", "warmups")
@@ -186,7 +181,6 @@ def train_command(argv: list[str]):
         raise UserError(f"document={c.document}: a length, or 0 for rows of one document")
     models, device = c.models(), pick_device(c.device)
     dtype, peak = pick_dtype(c.dtype, device), peak_flops(device)
-    how = {"peak_flops": peak, **environment(device, dtype)}
     print(f"{machine(device)}\n{c.batch_size} x {c.block_size} tokens, "
           f"vocabulary {c.vocab_size:,}, L={c.n_layer}, D={c.n_embd}; MFU of "
           f"{'n/a' if peak is None else f'{peak / 1e12:.0f} TFLOP/s'}; share: of optimizer in one "
@@ -213,19 +207,18 @@ def train_command(argv: list[str]):
             print(f"\n{name}: GPU time of a micro-step, ms, and number of kernels")
             for kind, (ms, count) in r["kernels"].items():
                 print(f"  {kind:24s} {ms:9.2f} {count:7,d}")
-    write_json(c.json, {"command": "train", "settings": asdict(c), **how, "systems": results})
+    write_json(c.json, {"command": "train", "settings": asdict(c), "peak_flops": peak,
+                        **environment(device, dtype), "systems": results})
 
 
 def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
                   dtype: torch.dtype) -> dict:
     """Figures of one system; what they needed is free again afterwards."""
-    on_cuda = device.startswith("cuda")
     empty(device)
     model = random_model(config, device, c.seed)
     flat = train.flat_gradient(model)
     optimizers = train.make_optimizers(model, train.TrainConfig())
     fast = accelerate(model, dtype, c.compile, c.kernels, training=True, graph=c.graph)
-
     update = train.make_optimizer_step(fast, optimizers)
 
     def step():
@@ -233,28 +226,20 @@ def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
         flat.zero_()
 
     x, y = random_rows(c, device)
-    r = {"runs": str(fast)} | time_micro_step(fast, x, y, c, device)
-    for _ in range(3 if fast.graph else 0):  # which compile and capture
+    micro_step = partial(train.make_micro_step(fast, 1.0), x, y)
+    began = time.perf_counter()
+    for _ in range(3 if fast.graph else 1):  # which compile and capture
+        micro_step()
+    synchronise(device)
+    r = {"runs": str(fast), "first_seconds": time.perf_counter() - began,
+         "micro_step": measure(micro_step, device, c.warmups, c.trials, x.numel()),
+         "kernels": kernel_times(micro_step, device) if c.profile else None}
+    del micro_step  # and with it the memory of its graph
+    for _ in range(3 if fast.graph else 0):
         step()
     r["optimizer"] = measure(step, device, c.warmups, c.trials, x.numel())
-    r["peak_bytes"] = torch.cuda.max_memory_allocated() if on_cuda else None
+    r["peak_bytes"] = torch.cuda.max_memory_allocated() if device.startswith("cuda") else None
     return r | time_loss(fast, y, c, device)
-
-
-def time_micro_step(fast: Fast, x: Tensor, y: Tensor, c: TrainBenchConfig, device: str) -> dict:
-    """Its first runs, which compile and capture, and those after them."""
-    micro_step = train.make_micro_step(fast, 1.0)
-
-    def run_once():
-        micro_step(x, y)
-
-    began = time.perf_counter()
-    for _ in range(3 if fast.graph else 1):
-        run_once()
-    synchronise(device)
-    return {"first_seconds": time.perf_counter() - began,
-            "micro_step": measure(run_once, device, c.warmups, c.trials, x.numel()),
-            "kernels": kernel_times(run_once, device) if c.profile else None}
 
 
 def time_loss(fast: Fast, y: Tensor, c: TrainBenchConfig, device: str) -> dict:
@@ -268,9 +253,9 @@ def time_loss(fast: Fast, y: Tensor, c: TrainBenchConfig, device: str) -> dict:
             loss = fast.model.loss(h, y)
         loss.backward()
 
-    r = {"loss": measure(run_once, device, c.warmups, c.trials, y.numel())}
-    on_cuda = device.startswith("cuda")
-    return r | {"loss_peak_bytes": torch.cuda.max_memory_allocated() - before if on_cuda else None}
+    return {"loss": measure(run_once, device, c.warmups, c.trials, y.numel()),
+            "loss_peak_bytes": torch.cuda.max_memory_allocated() - before
+            if device.startswith("cuda") else None}
 
 
 def random_rows(c: TrainBenchConfig, device: str) -> tuple[Tensor, Tensor]:
@@ -307,9 +292,6 @@ def kind_of(name: str) -> str:
 
 def kernel_times(function: Callable, device: str) -> dict[str, tuple[float, int]]:
     """Milliseconds and number of kernels of one call, by kind."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
     on_cuda = device.startswith("cuda")
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
     with profile(activities=activities) as profiler:
@@ -330,8 +312,6 @@ def kernel_times(function: Callable, device: str) -> dict[str, tuple[float, int]
 
 @dataclass
 class DecodeConfig(SystemsConfig):
-    """What `bench.py decode` takes."""
-
     batch_sizes: str = key("1,8,64", "rows that are decoded together, one number or several")
     context: int = key(2048, "tokens in the cache before the first timed one")
     steps: int = key(32, "tokens of a trial")
@@ -342,7 +322,6 @@ class DecodeConfig(SystemsConfig):
 
 @torch.no_grad()
 def decode_command(argv: list[str]):
-    """Time of a token."""
     c = parse(DecodeConfig(), argv, "python bench.py decode: time of a token as sample.py decodes "
               "it,\nwith the choice of the token and its way to the host")
     check(c, "context", "steps", "trials", "warmups")
@@ -413,8 +392,6 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
 
 @dataclass
 class ComparisonConfig:
-    """What `bench.py systems` takes."""
-
     systems: str = key("vanilla,k4,k2,k1,static4,static1,nofeedback,lckv2,lckv1,feedback,recurrent,"
                        "fusedkv,fusedkv_lite", "names as for bench.py train")
     config: str = key("config/tiny.py", "sizes, data and all else")
@@ -424,35 +401,25 @@ class ComparisonConfig:
     seed: int = key(1337, "of weights and row order")
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
-    def settings(self) -> dict[str, train.TrainConfig]:
-        """train.py's settings of each system. Raises UserError for a name that is no system's."""
-        c = parse(train.TrainConfig(), [self.config], "")
-        c = replace(c, max_iters=self.max_iters, eval_interval=self.max_iters, device=self.device,
-                    seed=self.seed)
-        return {name: replace(config, out_dir=f"{self.out_dir}/{name}")
-                for name, config in named_configs(self.systems, c).items()}
-
-
-class Quiet(train.Processes):
-    """This process alone, and no progress lines."""
-
-    def print(self, *args, **kwargs):
-        pass
-
 
 def systems_command(argv: list[str]):
-    """Train small versions of all systems on the same tokens."""
     c = parse(ComparisonConfig(), argv, "python bench.py systems: small versions of all systems, "
               "trained by train.py on the same tokens")
     check(c, "max_iters")
-    results, systems = {}, c.settings()
+    results, same = {}, replace(
+        parse(train.TrainConfig(), [c.config], ""), max_iters=c.max_iters,
+        eval_interval=c.max_iters, device=c.device, seed=c.seed)
+    systems = {name: replace(settings, out_dir=f"{c.out_dir}/{name}")
+               for name, settings in named_configs(c.systems, same).items()}
     for name, settings in systems.items():  # before the first one takes its time
         try:
             train.model_config(settings, {"vocab_size": 64, "eos_id": None})
         except UserError as error:
             raise UserError(f"systems={c.systems}, {name}: {error}") from None
     for name, settings in systems.items():
-        trainer = train.Trainer(settings, Quiet())
+        alone = train.Processes()
+        alone.print = lambda *_: None  # no progress lines
+        trainer = train.Trainer(settings, alone)
         if not results:
             tokens = trainer.tokens_per_step
             print(f"{machine(trainer.device)}, {trainer.fast}; {settings.dataset}, {c.max_iters} "

@@ -37,7 +37,8 @@ from torch import Tensor
 from checkpoint import load_model
 from decoding import Schedule, schedule_of
 from kernels import Fast, accelerate
-from measure.convergence import CLOSE, PassLosses
+from measure.convergence import CLOSE, PassLosses, first_within, until_within
+from measure.downstream import downstream_command
 from measure.timing import check, environment, machine, write_json
 from model import Decoder
 from running.devices import pick_device, pick_dtype
@@ -87,9 +88,9 @@ class Windows:
         for n in range(0, len(self), batch_size):
             rows = batch_size if full else min(batch_size, len(self) - n)
             tokens = self.tokens[n * T:(n + rows) * T + 1].astype(np.int64)
-            xy = np.zeros((2, rows * T), np.int64)
-            xy[1] = -1
-            xy[0, :len(tokens) - 1], xy[1, :len(tokens) - 1] = tokens[:-1], tokens[1:]
+            missing = 0, rows * T + 1 - len(tokens)
+            xy = np.stack((np.pad(tokens[:-1], missing),
+                           np.pad(tokens[1:], missing, constant_values=-1)))
             yield tuple(to_device(xy, device).view(2, rows, T))
 
 
@@ -104,13 +105,10 @@ class Losses:
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """x, y (B, T) -> sums (passes,) or (1,), float64 where the device has it."""
-        if self.every_pass:
-            with PassLosses(self.model, y, self.schedule.n_groups) as watch:
-                solution = self.schedule(self.model, x)
-            losses = torch.stack(watch.losses)
-        else:
+        watch = PassLosses(self.model, y, self.schedule.n_groups)
+        with watch if self.every_pass else nullcontext():
             solution = self.schedule(self.model, x)
-            losses = self.model.loss(solution.final, y)[None]
+        losses = torch.stack(watch.losses or [self.model.loss(solution.final, y)])
         self.reports.append(solution.report)
         losses = losses.float() if x.device.type == "mps" else losses.double()
         return losses * (y != -1).sum()
@@ -122,9 +120,8 @@ class Losses:
     @property
     def converged(self) -> bool | None:
         """Whether every batch has; None where no tolerance was given."""
-        if self.schedule.tol is None or self.schedule.solver not in ("cyclic", "jacobi"):
-            return None
-        return all(report.converged for report in self.reports)
+        each = [report.converged for report in self.reports]
+        return None if None in each else all(each)
 
 
 @torch.no_grad()
@@ -158,8 +155,6 @@ def perplexity_of(loss: float) -> float:
 
 @dataclass
 class PerplexityConfig:
-    """What `evaluate.py perplexity` takes."""
-
     out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
     dataset: str | None = key(None, "folder under data/; None: that of the training")
     split: str = key("test", "train, val or test")
@@ -180,7 +175,7 @@ class PerplexityConfig:
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
-def load_windows(c: PerplexityConfig, model: Decoder, checkpoint: dict) -> tuple[Path, Windows]:
+def load_windows(c: PerplexityConfig, checkpoint: dict) -> tuple[Path, Windows]:
     """The file that is scored. Raises UserError if it is not of the checkpoint's tokenizer."""
     folder, meta = load_meta(c.dataset or checkpoint["config"]["dataset"])
     if said := other_ids(meta, checkpoint["meta"]):
@@ -193,7 +188,6 @@ def load_windows(c: PerplexityConfig, model: Decoder, checkpoint: dict) -> tuple
 
 
 def perplexity_command(argv: list[str]):
-    """Perplexity of a checkpoint."""
     c = parse(PerplexityConfig(), argv, "python evaluate.py perplexity: of a checkpoint, on every "
               "token of a file but the first")
     check(c, "block_size", "batch_size", "limit_rows", "passes", "n_groups", "max_passes")
@@ -209,7 +203,7 @@ def perplexity_command(argv: list[str]):
     if study and (c.exact or c.tol is not None):
         raise UserError("solver=paper has schedules of its own: without exact and tol")
     schedule = None if study else schedule_of(c, model, dtype)
-    path, windows = load_windows(c, model, checkpoint)
+    path, windows = load_windows(c, checkpoint)
     fast = accelerate(model, dtype, graph=c.graph)
     step = checkpoint.get("step")
     print(f"{c.out_dir}: {model.config.kv}, {model.n_params():,} parameters without the "
@@ -274,11 +268,6 @@ def perplexities(c: PerplexityConfig, fast: Fast, windows: Windows, schedule: Sc
     return [perplexity_of(x) for x in mean_losses(losses, windows, c.batch_size, fast)]
 
 
-def first_within(perplexities: list[float], target: float) -> int | None:
-    """Number of passes after which a perplexity is at most 1 % above the target."""
-    return next((n for n, p in enumerate(perplexities, 1) if p <= target * (1 + CLOSE)), None)
-
-
 def jacobi_passes(c: PerplexityConfig, fast: Fast, windows: Windows, best: float,
                   decoding: float) -> list[float]:
     """Perplexity after each Jacobi pass, until it is within 1 % of both figures, or max_passes.
@@ -289,23 +278,13 @@ def jacobi_passes(c: PerplexityConfig, fast: Fast, windows: Windows, best: float
     few = perplexities(c, fast, windows.first(4 * c.batch_size), Schedule("jacobi", limit))
     hardest = min(best, decoding)
     n = first_within([p * decoding / few[-1] for p in few], hardest) or limit
-    n = min(n + 2, limit)
-    while True:
-        by_pass = perplexities(c, fast, windows, Schedule("jacobi", n))
-        if n == limit or first_within(by_pass, hardest):
-            return by_pass
-        n = min(2 * n, limit)
+    return until_within(lambda passes: perplexities(c, fast, windows, Schedule("jacobi", passes)),
+                        min(n + 2, limit), limit, hardest)
 
 
 # ---- the command line
 
-def downstream(argv: list[str]):
-    from measure.downstream import downstream_command  # which uses what is here
-
-    downstream_command(argv)
-
-
-COMMANDS = {"perplexity": perplexity_command, "downstream": downstream}
+COMMANDS = {"perplexity": perplexity_command, "downstream": downstream_command}
 
 
 def main(argv: list[str]):

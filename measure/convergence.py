@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from checkpoint import load_model
 from configurator import UserError, key, parse
 from decoding import Schedule
 from kernels import Fast, accelerate
+from kernels.graphs import record, steps_of
 from measure.flops import flops_per_token, store_flops
 from measure.timing import check, empty, environment, machine, measure, synchronise, write_json
 from model import Decoder, ModelConfig
@@ -39,8 +41,6 @@ RESIDUALS_OF = (1, 4, 8, 16)  # groups, in the table of residuals
 
 @dataclass
 class PrefillConfig:
-    """What `bench.py prefill` takes."""
-
     out_dir: str | None = key(None, "folder with ckpt.pt; None: a random model")
     random: str = key("tiny", "the random model: tiny (config/tiny.py), or paper (4 layers, D 512)")
     schedules: str | None = key(None, "time these only, without perplexities: names like "
@@ -75,7 +75,7 @@ def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
     if c.out_dir is None:
         config, T = random_sizes(c)
         model = random_model(config, device, c.seed)
-        return model.eval(), *random_tokens(c, config, T, device)
+        return model.eval(), *random_tokens(c.rows, config, T, device)
     model, checkpoint = load_model(c.out_dir, device)
     if not model.iterates:
         raise UserError(f"{c.out_dir}: kv={model.config.kv} is exact in one pass, there is no "
@@ -84,7 +84,7 @@ def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
     if said := other_ids(meta, checkpoint["meta"]):
         raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}")
     rows = TokenRows(folder / "val.bin", meta,
-                           c.block_size or checkpoint["config"]["block_size"], None)
+                     c.block_size or checkpoint["config"]["block_size"], None)
     return model, *rows.batch(0, min(c.rows, rows.n_rows), device)
 
 
@@ -101,10 +101,9 @@ def random_sizes(c: PrefillConfig) -> tuple[ModelConfig, int]:
     return config, c.block_size or T
 
 
-def random_tokens(c: PrefillConfig, config: ModelConfig, T: int,
-                  device: str) -> tuple[Tensor, Tensor]:
+def random_tokens(rows: int, config: ModelConfig, T: int, device: str) -> tuple[Tensor, Tensor]:
     """Tokens and targets (rows, T)."""
-    xy = torch.randint(config.vocab_size - 64, (c.rows, T + 1)).to(device)
+    xy = torch.randint(config.vocab_size - 64, (rows, T + 1)).to(device)
     return xy[:, :-1], xy[:, 1:]
 
 
@@ -117,30 +116,22 @@ def random_model(config: ModelConfig, device: str, seed: int) -> Decoder:
     return model
 
 
-class Enough(Exception):
-    """The passes need not go on."""
-
-
 class PassLosses:
-    """Watches `model.states` during a cyclic solve and takes the loss after every pass, which is
-    the last one if `enough` says so of its loss.
+    """Watches `model.states` during a cyclic solve and takes the loss after every pass.
 
     All layers run in every pass then, also those that only the last one needs.
     """
 
-    def __init__(self, model: Decoder, targets: Tensor, n_groups: int,
-                 enough: Callable[[Tensor], bool] | None = None):
-        self.model, self.targets, self.enough = model, targets, enough
-        self.n_groups = min(n_groups, targets.size(1))
+    def __init__(self, model: Decoder, targets: Tensor, n_groups: int):
+        self.model, self.targets, self.n_groups = model, targets, min(n_groups, targets.size(1))
         self.states, self.parts, self.losses = model.states, [], []
 
     def __enter__(self) -> PassLosses:
         self.model.states = self
         return self
 
-    def __exit__(self, kind, *_) -> bool:
+    def __exit__(self, *_):
         del self.model.states  # back to the method
-        return kind is Enough
 
     def __call__(self, x: Tensor, rows: Rows, cache: Cache, first: int = 0,
                  end: int | None = None) -> list[Tensor]:
@@ -155,60 +146,47 @@ class PassLosses:
             if end < len(self.model.blocks):
                 final = self.states(final, self.rows, None, end)[-1]
             self.losses.append(self.model.loss(final, self.targets))
-            if self.enough and self.enough(self.losses[-1]):
-                raise Enough
         return h
-
-
-def batch_losses(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
-                 passes: int) -> Tensor:
-    """Losses (batches, passes) of targets y (rows, T) after each cyclic pass over tokens x."""
-    losses = []
-    for xb, yb in zip(x.split(batch_size), y.split(batch_size)):
-        with PassLosses(model, yb, n_groups) as watch:
-            cyclic(model, xb, n_groups, passes, 0, keep_cache=False, measure=False)
-        losses.append(torch.stack(watch.losses).double().cpu())
-    return torch.stack(losses)
-
-
-def overall(losses: Tensor, y: Tensor, batch_size: int) -> list[float]:
-    """Perplexities after each pass from the losses (batches, passes) of targets y."""
-    rows = torch.tensor([len(yb) for yb in y.split(batch_size)])
-    return (rows.double() @ losses / len(y)).exp().tolist()
 
 
 def perplexities(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
                  passes: int) -> list[float]:
     """Perplexity of targets y (rows, T) after each of `passes` cyclic passes over tokens x."""
-    return overall(batch_losses(model, x, y, batch_size, n_groups, passes), y, batch_size)
+    total = 0
+    for xb, yb in zip(x.split(batch_size), y.split(batch_size)):
+        with PassLosses(model, yb, n_groups) as watch:
+            cyclic(model, xb, n_groups, passes, 0, keep_cache=False, measure=False)
+        total = total + len(xb) * torch.stack(watch.losses).cpu().double()
+    return (total / len(x)).exp().tolist()
 
 
-def is_close(perplexity: float, exact: float) -> bool:
-    return abs(perplexity / exact - 1) <= CLOSE
+def first_within(perplexities: list[float], target: float, lower_too: bool = True) -> int | None:
+    """Number of passes after which a perplexity is at most 1 % above the target; unless any
+    lower one will do, at most 1 % below it, too."""
+    least = 0 if lower_too else target * (1 - CLOSE)
+    return next((n for n, p in enumerate(perplexities, 1) if least <= p <= target * (1 + CLOSE)),
+                None)
+
+
+def until_within(after: Callable[[int], list[float]], n: int, limit: int, target: float,
+                 lower_too: bool = True) -> list[float]:
+    """Perplexity after each pass, after(n), for so many that one is within 1 % of the target, or
+    for `limit`; n is a guess, which is doubled."""
+    while True:
+        found = after(n)
+        if n == limit or first_within(found, target, lower_too):
+            return found
+        n = min(2 * n, limit)
 
 
 def passes_needed(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
-                  max_passes: int, exact: float,
-                  exact_of_first: float) -> tuple[int | None, list[float]]:
-    """Smallest number of passes within 1 % of the exact perplexity (None: more than
-    max_passes), and the perplexity after each pass up to it. The first batch, iterated until it is
-    as close to its own exact one, tells about how many these are."""
-    few, targets = x[:batch_size], y[:batch_size]
-    with PassLosses(model, targets, n_groups,
-                    lambda loss: is_close(loss.exp().item(), exact_of_first)) as watch:
-        cyclic(model, few, n_groups, max_passes, 0, keep_cache=False, measure=False)
-    n, ppl = len(watch.losses), [loss.exp().item() for loss in watch.losses]
-    if len(few) < len(x):
-        n = min(n + n // 8 + 1, max_passes)
-        ppl = perplexities(model, x, y, batch_size, n_groups, n)
-    while True:
-        for t, p in enumerate(ppl):
-            if is_close(p, exact):
-                return t + 1, ppl[:t + 1]
-        if n == max_passes:
-            return None, ppl
-        n = min(2 * n, max_passes)
-        ppl = perplexities(model, x, y, batch_size, n_groups, n)
+                  guess: int, limit: int, exact: float) -> tuple[int | None, list[float]]:
+    """Smallest number of passes within 1 % of the exact perplexity (None: more than the limit), and
+    the perplexity after each pass up to it."""
+    ppl = until_within(partial(perplexities, model, x, y, batch_size, n_groups), guess, limit,
+                       exact, lower_too=False)
+    n = first_within(ppl, exact, lower_too=False)
+    return n, ppl[:n]
 
 
 def schedule_named(text: str, T: int) -> Schedule:
@@ -226,15 +204,8 @@ def short_name(s: Schedule) -> str:
     return f"cyclic{s.n_groups}" if s.solver == "cyclic" else s.solver
 
 
-def schedule_flops(s: Schedule, config: ModelConfig, T: int) -> float:
-    """FLOP per token without the head; token by token, as decoding, on T / 2 keys."""
-    total = flops_per_token(config, T, "prefill", passes=s.passes)
-    return total - (s.solver == "autoregressive") * store_flops(config)[0]
-
-
 @torch.no_grad()
 def prefill_command(argv: list[str]):
-    """Passes and time of Jacobi, cyclic and autoregressive prefill."""
     c = parse(PrefillConfig(), argv, "python bench.py prefill: passes and time of every schedule "
               "to within 1 % of the exact perplexity,\nor time of the given schedules")
     check(c, "n_layer", "block_size", "rows", "batch_size", "max_passes", "trials", "warmups")
@@ -261,32 +232,34 @@ def prefill_command(argv: list[str]):
           f"D={model.config.n_embd}, k={model.config.n_channels}, T={T}; {what}\n"
           f"times: {machine(device)}, batch {c.batch_size}, {fast}\n")
     batch = x[torch.arange(c.batch_size, device=device) % len(x)]
-    timed = Timer(c, fast, batch, device)
     results = {"command": "prefill", "settings": asdict(c), "runs": str(fast),
                **environment(device, dtype),
                "model": asdict(model.config), "block_size": T, "rows": len(x),
                "batch_size": len(batch)}
     if given:
-        results["schedules"] = time_schedules(given, timed, model.config, T)
+        results["schedules"] = time_schedules(c, given, fast, batch)
     else:
-        results |= study(c, accelerate(model, counted, c.compile).model, x, y, timed)
+        results |= study(c, accelerate(model, counted, c.compile).model, x, y, fast, batch)
     write_json(c.json, results)
 
 
-def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, timed: Timer) -> dict:
+def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, fast: Fast,
+          batch: Tensor) -> dict:
     """Passes, perplexities, times and residuals of groups from 1 to T."""
     T = x.size(1)
-    losses = batch_losses(model, x, y, c.batch_size, T, 1)
-    exact, exact_of_first = overall(losses, y, c.batch_size)[0], losses[0, 0].exp().item()
+    exact = perplexities(model, x, y, c.batch_size, T, 1)[0]
     schedules, limit = [], min(c.max_passes, T)
+    guess = min(16, limit)
     print("     g  passes  perplexity  off by   s/sequence     tokens/s")
     for g in [2 ** i for i in range(7) if 2 ** i < T] + [T]:
-        n, ppl = (1, [exact]) if g == T else passes_needed(model, x, y, c.batch_size, g, limit,
-                                                           exact, exact_of_first)
+        n, ppl = 1, [exact]
+        if g < T:
+            n, ppl = passes_needed(model, x, y, c.batch_size, g, guess, limit, exact)
+            guess = n or limit  # more groups seldom need more passes
         solver = {1: "jacobi", T: "autoregressive"}.get(g, "cyclic")
         result = {"g": g, "solver": solver, "passes": n, "perplexities": ppl}
         if n is not None:
-            result |= timed(Schedule(solver, n, g))
+            result |= timed(c, fast, batch, Schedule(solver, n, g))
         schedules.append(result)
         print(schedule_line(result, exact, limit), flush=True)
     table = residuals(model, x[:c.batch_size], [g for g in RESIDUALS_OF if g < T],
@@ -294,24 +267,18 @@ def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, timed: Timer) 
     return {"exact_perplexity": exact, "schedules": schedules, "residuals": table}
 
 
-def time_schedules(schedules: list[Schedule], timed: Timer, config: ModelConfig,
-                   T: int) -> list[dict]:
+def time_schedules(c: PrefillConfig, schedules: list[Schedule], fast: Fast,
+                   batch: Tensor) -> list[dict]:
     """Times of given schedules, and what each takes of the last cyclic one."""
-    rows = []
-    for s in schedules:
-        flops = schedule_flops(s, config, T)
-        rows.append({"schedule": short_name(s), **asdict(s), "flops_per_token": flops, **timed(s)})
+    rows = [figures(c, fast, batch, s) for s in schedules]
     base = next((r for r in reversed(rows) if r["solver"] == "cyclic"), rows[-1])
-    print(f"{'':15s} {'passes':>6s} {'GFLOP/token':>11s} {'ms/sequence':>11s} {'tokens/s':>10s} "
-          f"{'first s':>8s} {'x':>6s} {'paper':>6s}   (x: over {base['schedule']})")
+    print(f"{'':15s} {'passes':>6s} {FIGURES} {'paper':>6s}   (x: over {base['schedule']})")
     for r in rows:
         r["ratio"] = r["seconds_per_sequence"] / base["seconds_per_sequence"]
         paper = [PAPER_SECONDS.get(name) for name in (r["schedule"], base["schedule"])]
         r["paper_ratio"] = paper[0] / paper[1] if all(paper) else None
         printed = f"{r['paper_ratio']:6.1f}" if r["paper_ratio"] else f"{'-':>6s}"
-        print(f"{r['schedule']:15s} {r['passes']:6d} {r['flops_per_token'] / 1e9:11.3f} "
-              f"{1e3 * r['seconds_per_sequence']:11.3f} {r['tokens_per_second']:10,.0f} "
-              f"{r['first_seconds']:8.1f} {r['ratio']:6.2f} {printed}")
+        print(f"{r['schedule']:15s} {r['passes']:6d} {figures_line(r)} {printed}")
     return rows
 
 
@@ -319,42 +286,54 @@ def time_systems(c: PrefillConfig, device: str, dtype: torch.dtype):
     """Times of the paper's prefill of several systems; the first is what others are compared to."""
     sizes, T = random_sizes(c)
     print(f"random weights and tokens: L={sizes.n_layer}, D={sizes.n_embd}, T={T}, batch "
-          f"{c.batch_size}; {machine(device)}\n\n{'':12s} {'schedule':>15s} "
-          f"{'GFLOP/token':>11s} {'ms/sequence':>11s} {'tokens/s':>10s} {'first s':>8s} {'x':>6s}")
+          f"{c.batch_size}; {machine(device)}\n\n{'':12s} {'schedule':>15s} {FIGURES}")
     results = {}
     for name, config in named_configs(c.systems, sizes).items():
-        x, _ = random_tokens(replace(c, rows=c.batch_size), config, T, device)
+        x, _ = random_tokens(c.batch_size, config, T, device)
         model = random_model(config, device, c.seed).eval()
         fast = accelerate(model, dtype, c.compile, graph=c.graph)
-        schedule = Schedule("one pass", 1, 1)
+        schedule, passes = Schedule("one pass", 1, 1), ""
         if model.iterates:
             how = evaluation_schedule(config)
             schedule = Schedule("jacobi" if how["n_groups"] == 1 else "cyclic", **how)
-        flops = schedule_flops(schedule, config, T)
-        r = results[name] = {"schedule": short_name(schedule), **asdict(schedule),
-                             "flops_per_token": flops, "runs": str(fast),
-                             **Timer(c, fast, x, device)(schedule)}
-        seconds = r["seconds_per_sequence"]
-        r["ratio"] = seconds / next(iter(results.values()))["seconds_per_sequence"]
-        text = short_name(schedule) + (f":{schedule.passes}" if model.iterates else "")
-        print(f"{name:12s} {text:>15s} {flops / 1e9:11.3f} {1e3 * seconds:11.3f} "
-              f"{r['tokens_per_second']:10,.0f} {r['first_seconds']:8.1f} {r['ratio']:6.2f}",
-              flush=True)
+            passes = f":{schedule.passes}"
+        r = results[name] = figures(c, fast, x, schedule, runs=str(fast))
+        first = next(iter(results.values()))
+        r["ratio"] = r["seconds_per_sequence"] / first["seconds_per_sequence"]
+        print(f"{name:12s} {r['schedule'] + passes:>15s} {figures_line(r)}", flush=True)
     write_json(c.json, {"command": "prefill", "settings": asdict(c), "block_size": T,
                         **environment(device, dtype), "batch_size": c.batch_size,
                         "systems": results})
 
 
+FIGURES = "GFLOP/token ms/sequence   tokens/s  first s      x"
+
+
+def figures(c: PrefillConfig, fast: Fast, idx: Tensor, s: Schedule, **more) -> dict:
+    """A schedule, its FLOP per token without the head (token by token, as decoding, on T / 2 keys)
+    and its times on tokens idx (B, T)."""
+    config = fast.model.config
+    flops = flops_per_token(config, idx.size(1), "prefill", passes=s.passes)
+    if s.solver == "autoregressive":
+        flops -= store_flops(config)[0]
+    return {"schedule": short_name(s), **asdict(s), "flops_per_token": flops, **more,
+            **timed(c, fast, idx, s)}
+
+
+def figures_line(r: dict) -> str:
+    """These as a row below FIGURES."""
+    return (f"{r['flops_per_token'] / 1e9:11.3f} {1e3 * r['seconds_per_sequence']:11.3f} "
+            f"{r['tokens_per_second']:10,.0f} {r['first_seconds']:8.1f} {r['ratio']:6.2f}")
+
+
 def schedule_line(r: dict, exact: float, limit: int) -> str:
     """A row of the first table."""
     name = {"jacobi": "Jacobi", "autoregressive": "token by token"}.get(r["solver"], "")
-    ppl = r["perplexities"][-1]
-    passes = r["passes"] or f">{limit}"
-    head = f"{r['g']:6d}  {passes:>6}  {ppl:10.3f}  {ppl / exact - 1:+6.2%}"
-    if r["passes"] is None:
-        return f"{head}   {'-':>10s}   {'-':>10s}  {name}"
-    return (f"{head}   {r['seconds_per_sequence']:10.5f}   {r['tokens_per_second']:10,.0f}  "
-            f"{name}".rstrip())
+    ppl, passes, times = r["perplexities"][-1], r["passes"], f"{'-':>10s}   {'-':>10s}"
+    if passes is not None:
+        times = f"{r['seconds_per_sequence']:10.5f}   {r['tokens_per_second']:10,.0f}"
+    return (f"{r['g']:6d}  {passes or f'>{limit}':>6}  {ppl:10.3f}  {ppl / exact - 1:+6.2%}   "
+            f"{times}  {name}".rstrip())
 
 
 def residuals(model: Decoder, x: Tensor, groups: list[int], passes: int) -> dict[int, list[float]]:
@@ -369,60 +348,44 @@ def residuals(model: Decoder, x: Tensor, groups: list[int], passes: int) -> dict
 
 # ---- time
 
-@dataclass
-class Timer:
-    """Times schedules on a batch of tokens (B, T)."""
-
-    c: PrefillConfig
-    fast: Fast
-    idx: Tensor
-    device: str
-
-    @torch.no_grad()
-    def __call__(self, s: Schedule) -> dict:
-        c = self.c
-        few = (1, 10) if s.solver == "autoregressive" else (c.warmups, c.trials)
-        empty(self.device)
-        began = time.perf_counter()
-        with self.fast.autocast():
-            run_once = Prefill(self.fast, self.idx, s)
-            synchronise(self.device)
-            first_seconds = time.perf_counter() - began
-            r = measure(run_once, self.device, min(c.warmups, few[0]), min(c.trials, few[1]),
-                        self.idx.numel())
-        return r | {"first_seconds": first_seconds,
-                    "seconds_per_sequence": r["median_seconds"] / len(self.idx)}
+@torch.no_grad()
+def timed(c: PrefillConfig, fast: Fast, idx: Tensor, s: Schedule) -> dict:
+    """Times of a schedule on tokens idx (B, T)."""
+    device = str(idx.device)
+    few = (1, 10) if s.solver == "autoregressive" else (c.warmups, c.trials)
+    empty(device)
+    began = time.perf_counter()
+    with fast.autocast():
+        run_once = make_prefill(fast, idx, s)
+        synchronise(device)
+        first_seconds = time.perf_counter() - began
+        r = measure(run_once, device, min(c.warmups, few[0]), min(c.trials, few[1]), idx.numel())
+    return r | {"first_seconds": first_seconds,
+                "seconds_per_sequence": r["median_seconds"] / len(idx)}
 
 
-class Prefill:
-    """A prefill of a batch, to be called again and again; a CUDA graph, if it is to be one.
+def make_prefill(fast: Fast, idx: Tensor, s: Schedule) -> Callable:
+    """A prefill of tokens idx (B, T), to be called again and again; a CUDA graph, if it is to be
+    one, and token by token that of a step."""
+    run_once = partial(s, fast.model, idx, keep_cache=True)
+    if not fast.graph:
+        return run_once
+    if s.solver == "autoregressive":
+        steps = TokenByToken(fast.model, idx)
+        steps.graph = record(steps.step, steps.state)
+        return steps
+    return record(run_once, ()).replay
 
-    Token by token, the graph is that of a decoding step on a cache of fixed size.
-    """
 
-    def __init__(self, fast: Fast, idx: Tensor, schedule: Schedule):
-        self.model, self.idx, self.schedule, self.graph = fast.model, idx, schedule, None
-        self.replays, self.state = 1, ()
-        if not fast.graph:
-            return
-        from kernels.graphs import record
-        if schedule.solver == "autoregressive":
-            self.prepare_steps()
-        self.graph = record(self.step if self.state else self.run, self.state)
+class TokenByToken:
+    """Decoding steps on an empty cache of fixed size, from the first column of idx (B, T) on."""
 
-    def run(self):
-        self.solution = self.schedule(self.model, self.idx, keep_cache=True)
-
-    def prepare_steps(self):
-        """Decoding on an empty cache, from the first column on."""
-        from kernels.graphs import steps_of
-        B, self.replays = self.idx.shape
-        self.column = self.idx.new_zeros(1)
-        self.index, self.start = self.idx.new_zeros(B), self.idx.new_zeros(B)
+    def __init__(self, model: Decoder, idx: Tensor):
+        B, T = idx.shape
+        self.idx, self.column = idx, idx.new_zeros(1)
+        self.index, self.start = idx.new_zeros(B), idx.new_zeros(B)
         self.state = self.column, self.index, self.start
-        like = self.model.embed_tokens(self.idx[:, 0])
-        cache = self.model.new_cache(B, self.replays, like=like)
-        self.steps = steps_of(self.model, cache)
+        self.steps = steps_of(model, model.new_cache(B, T, like=model.embed_tokens(idx[:, 0])))
 
     def step(self):
         token = self.idx.index_select(1, self.column)[:, 0]
@@ -430,9 +393,7 @@ class Prefill:
         self.steps.finish()
 
     def __call__(self):
-        if self.graph is None:
-            return self.run()
         for t in self.state:
             t.zero_()
-        for _ in range(self.replays):
+        for _ in range(self.idx.size(1)):
             self.graph.replay()

@@ -15,6 +15,7 @@ from pathlib import Path
 from traceback import walk_tb
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint import load_model
 from configurator import UserError, key, parse
@@ -98,9 +99,7 @@ class Scorer:
 
     def score_rows(self, rows: list[tuple[list[int], int]]) -> tuple[list[float], list[bool]]:
         """The same for a batch, one row each."""
-        x = torch.zeros(len(rows), max(len(ids) for ids, _ in rows) - 1, dtype=torch.long)
-        for row, (ids, _) in zip(x, rows):
-            row[:len(ids) - 1] = torch.tensor(ids[:-1])
+        x = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in rows], batch_first=True)
         at, targets = [], []
         for b, (ids, first) in enumerate(rows):
             at += [(b, t) for t in range(first - 1, len(ids) - 1)]
@@ -140,8 +139,6 @@ class Scorer:
 
 @dataclass
 class DownstreamConfig:
-    """What `evaluate.py downstream` takes."""
-
     out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
     tokenizer: str | None = key(None, "its name or path; None: the copy beside the checkpoint")
     tasks: str = key("lambada_openai,wikitext,piqa,winogrande,boolq,hellaswag,arc_easy,"
@@ -274,7 +271,6 @@ def table(name: str, results: dict[str, dict]) -> str:
 
 
 def downstream_command(argv: list[str]):
-    """Downstream tasks of the lm-evaluation-harness."""
     c = parse(DownstreamConfig(), argv, "python evaluate.py downstream: tasks of the "
               "lm-evaluation-harness, zero-shot")
     check(c, "limit", "batch_size", "passes", "n_groups")

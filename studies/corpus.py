@@ -27,6 +27,7 @@ from configurator import UserError, key, parse, run, run_command
 # isort: split
 from baselines import plan
 from measure.flops import flops_per_token
+from pictures import plot, save
 from running.settings import TrainConfig
 from studies.jobs import Job, StudyConfig, read_records, study
 from train import model_config
@@ -47,8 +48,6 @@ JACOBI_ROWS = 320  # of the test set, for the three figures of a schedule
 
 @dataclass
 class CorpusConfig(StudyConfig):
-    """What `systems` and `schedules` take."""
-
     dataset: str = key("corpus", "folder under data/")
 
 
@@ -76,9 +75,18 @@ def outcome(out: Path) -> dict:
     return {"validation": validation, **{k: score[k] for k in kept if k in score}}
 
 
+def check_dataset(c: CorpusConfig):
+    """Raise UserError for a file of results that has runs of another data set."""
+    others = {r["dataset"] for r in read_records(c.json, "dataset")} - {c.dataset}
+    if others:
+        raise UserError(f"json={c.json}: it has results of dataset={', '.join(others)}, and "
+                        f"takes none of {c.dataset}; --json= names another file")
+
+
 def systems(c: CorpusConfig) -> Iterator[Job]:
     """All systems with one seed; those that the paper rests on with three; and with half and double
     the learning rate two of them, and no feedback, which contradicts the paper."""
+    check_dataset(c)
     for seed in SEEDS:
         for config in SYSTEMS if seed == SEEDS[0] else THREE_SEEDS:
             yield job(c, f"{config}-{seed}", config, {"seed": seed})
@@ -89,6 +97,7 @@ def systems(c: CorpusConfig) -> Iterator[Job]:
 
 def schedules(c: CorpusConfig) -> Iterator[Job]:
     """The grid of the paper's Figure 5a, k = 8, with its three figures on the first rows."""
+    check_dataset(c)
     for n_nograd in NO_GRAD:
         for n_grad in GRAD:
             for g in GROUPS:
@@ -98,26 +107,13 @@ def schedules(c: CorpusConfig) -> Iterator[Job]:
                           ("--solver=paper", f"--limit_rows={JACOBI_ROWS}"))
 
 
-def of_dataset(make):
-    """`make` for a file of results that has no runs of another data set. Raises UserError."""
-    def jobs(c: CorpusConfig) -> Iterator[Job]:
-        others = {r["dataset"] for r in read_records(c.json, "dataset")} - {c.dataset}
-        if others:
-            raise UserError(f"json={c.json}: it has results of dataset={', '.join(others)}, and "
-                            f"takes none of {c.dataset}; --json= names another file")
-        return make(c)
-    return jobs
-
-
 def systems_command(argv: list[str]):
-    """All systems."""
-    study(argv, CorpusConfig(json="results/study.json"), of_dataset(systems),
+    study(argv, CorpusConfig(json="results/study.json"), systems,
           "python -m studies.corpus systems: perplexity of every system")
 
 
 def schedules_command(argv: list[str]):
-    """All schedules."""
-    study(argv, CorpusConfig(json="results/schedules.json"), of_dataset(schedules),
+    study(argv, CorpusConfig(json="results/schedules.json"), schedules,
           "python -m studies.corpus schedules: the grid of the paper's section \"Iteration "
           "schedules in training\"")
 
@@ -126,8 +122,6 @@ def schedules_command(argv: list[str]):
 
 @dataclass
 class PlotConfig:
-    """What `plot` takes."""
-
     systems: str = key("results/study.json", "what `systems` has written")
     schedules: str = key("results/schedules.json", "what `schedules` has written")
     output: str = key("docs", "folder for study.png and schedules.png")
@@ -151,8 +145,6 @@ def sizes(config: str) -> tuple[float, float]:
 
 def plot_systems(records: list[dict], output: Path):
     """Perplexity against the size of the cache, and against training FLOP."""
-    from pictures import plot, save
-
     plt = plot()
     fig, axes = plt.subplots(1, 2, figsize=(10, 4.4), sharey=True, layout="constrained")
     colours = {"vanilla": "#000000", "wm": "#0072b2", "static": "#56b4e9", "nofeedback": "#009e73"}
@@ -177,8 +169,6 @@ def plot_systems(records: list[dict], output: Path):
 
 def plot_schedules(records: list[dict], output: Path):
     """The paper's heat maps: each of the three figures over passes and groups."""
-    from pictures import plot, save
-
     plt = plot()
     rows = [(grad, nograd) for grad in GRAD for nograd in sorted(NO_GRAD)]
     figures = {"best, schedule of training": lambda r: r["training_schedule"]["best"],
@@ -186,10 +176,8 @@ def plot_schedules(records: list[dict], output: Path):
                "Jacobi passes to within 1 %": lambda r: r["jacobi"]["passes_to_best"]}
     fig, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
     for ax, (title, figure) in zip(axes, figures.items()):
-        table = [[float("nan")] * len(GROUPS) for _ in rows]
-        for r in records:
-            place = rows.index((r["n_grad"], r["n_nograd"])), GROUPS.index(r["n_groups"])
-            table[place[0]][place[1]] = figure(r) or float("nan")
+        found = {(r["n_grad"], r["n_nograd"], r["n_groups"]): figure(r) for r in records}
+        table = [[found.get((*row, g)) or float("nan") for g in GROUPS] for row in rows]
         ax.imshow(table, cmap="viridis_r", aspect="auto")
         for i, line in enumerate(table):
             for j, x in enumerate(line):
@@ -204,7 +192,6 @@ def plot_schedules(records: list[dict], output: Path):
 
 
 def plot_command(argv: list[str]):
-    """Pictures of both."""
     c = parse(PlotConfig(), argv, "python -m studies.corpus plot: what the studies found")
     for file, draw, name, needed in (
             (c.systems, plot_systems, "study.png", ("config", "learning_rate", "perplexity")),

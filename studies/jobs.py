@@ -11,8 +11,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,15 +30,9 @@ class Job:
     commands: list[list[str]]  # of python
     record: Callable[[], dict]
 
-    def lines(self) -> list[str]:
-        """The commands as one would type them."""
-        return [shlex.join(["python", *command]) for command in self.commands]
-
 
 @dataclass
 class StudyConfig:
-    """What every study takes."""
-
     only: str | None = key(None, "names of runs, or parts of names, with commas; None: all")
     list: bool = key(False, "print the names of the runs that are left, and end")
     at_once: int = key(1, "runs side by side, all on the same device")
@@ -117,71 +113,42 @@ def run_jobs(jobs: list[Job], path: str, logs: Path, at_once: int, minutes: floa
 
     After `minutes`, or SIGTERM, those that still run get SIGTERM, upon which train.py saves.
     """
-    end = time.monotonic() + 60 * minutes if minutes else math.inf
-    waiting, running, done, stop = list(jobs), [], 0, False
-
-    def ask(number, frame):
-        nonlocal stop
-        stop = True
-
-    before = signal.signal(signal.SIGTERM, ask)
+    stop, lock, pool = threading.Event(), threading.Lock(), ThreadPoolExecutor(at_once)
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
-        while running or (waiting and not stop):
-            stop = stop or time.monotonic() > end
-            while waiting and len(running) < at_once and not stop:
-                running.append(Running(waiting.pop(0), logs))
-            for r in list(running):
-                if stop:
-                    r.stop()
-                if r.process.poll() is None:
-                    continue
-                if r.process.returncode == 0 and not r.stopped and r.start_next():
-                    continue
-                running.remove(r)
-                done += r.finish(path)
-            time.sleep(0.1)
+        made = [pool.submit(run_job, job, path, logs, stop, lock) for job in jobs]
+        wait(made, minutes and 60 * minutes, FIRST_EXCEPTION)
+        stop.set()
+        return sum(not done.result() for done in made)
     finally:
-        for r in running:
-            r.stop()
-            r.process.wait()
+        stop.set()
+        pool.shutdown()
         signal.signal(signal.SIGTERM, before)
-    return len(jobs) - done
 
 
-class Running:
-    """A job in progress."""
-
-    def __init__(self, job: Job, logs: Path):
-        self.job, self.left, self.began = job, list(job.commands), time.monotonic()
-        self.log, self.stopped = logs / f"{job.name}.txt", False
-        self.start_next()
-
-    def start_next(self) -> bool:
-        """Start the next command, if there is one."""
-        if not self.left:
-            return False
-        command = [sys.executable, *self.left.pop(0)]
-        with open(self.log, "a", encoding="utf-8") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT,
-                                            env={**os.environ, "PYTHONUNBUFFERED": "1"})
-        return True
-
-    def stop(self):
-        if not self.stopped:
-            self.process.terminate()
-        self.stopped = True
-
-    def finish(self, path: str) -> bool:
-        """Add its record, or say how it ended."""
-        said, status = f"failed: see {self.log}", self.process.returncode
-        if status == 0 and not self.left:
+def run_job(job: Job, path: str, logs: Path, stop: threading.Event, lock: threading.Lock) -> bool:
+    """Run a job and add its record, or say how it ended; nothing starts after `stop`."""
+    log, left, status, began = logs / f"{job.name}.txt", list(job.commands), 0, time.monotonic()
+    if stop.is_set():
+        return False
+    while left and status == 0 and not stop.is_set():
+        with open(log, "a", encoding="utf-8") as output:
+            process = subprocess.Popen([sys.executable, *left.pop(0)], stdout=output,
+                                       stderr=subprocess.STDOUT,
+                                       env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        while process.poll() is None and not stop.wait(0.1):
+            pass
+        if process.poll() is None:
+            process.terminate()
+        status = process.wait()
+    with lock:
+        said = "stopped" if stop.is_set() else f"failed: see {log}"
+        if status == 0 and not left:
+            commands = [shlex.join(["python", *command]) for command in job.commands]
             try:
-                add_record(path, {"name": self.job.name, "commands": self.job.lines(),
-                                  **self.job.record()})
+                add_record(path, {"name": job.name, "commands": commands, **job.record()})
                 said = "done"
             except (OSError, ValueError, KeyError, UserError) as error:
                 said = f"failed: its results cannot be read or written ({error})"
-        elif self.stopped:
-            said = "stopped"
-        print(f"{self.job.name}: {said}, after {time.monotonic() - self.began:.0f} s", flush=True)
-        return said == "done"
+        print(f"{job.name}: {said}, after {time.monotonic() - began:.0f} s", flush=True)
+    return said == "done"

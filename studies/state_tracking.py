@@ -38,6 +38,7 @@ from baselines import build
 from kernels import Fast, accelerate
 from measure.timing import check, environment, write_json
 from model import Decoder, ModelConfig, rms_norm
+from pictures import COLOURS, check_output, plot, save
 from running.devices import pick_device, pick_dtype
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Processes
@@ -88,8 +89,6 @@ class Rows:
 
 @dataclass
 class TrackingConfig:
-    """What `train` takes."""
-
     group: str = key("s5", "s5 or z60")
     kv: str = key("whitematter", "the system")
     n_channels: int = key(1, "k of whitematter")
@@ -143,57 +142,46 @@ def passes(c: TrackingConfig, name: str = "schedule") -> tuple[int, int, int]:
     return int(found[1]), int(found[2]), int(found[3])
 
 
-class Trainer:
-    """A model and its steps."""
+def make_model(c: TrackingConfig, device: str) -> Decoder:
+    """The model as its training begins. Raises UserError."""
+    config = c.model()
+    torch.manual_seed(c.seed)
+    model = build(config).to(device)
+    if c.start == "last":
+        begin_at_last(model)
+    return model
 
-    def __init__(self, c: TrackingConfig):
-        self.c, device = c, pick_device(c.device)
-        self.dtype = pick_dtype(c.dtype, device)
-        self.settings = TrainConfig(learning_rate=c.learning_rate, max_iters=c.max_iters,
-                                    out_dir=".")
-        check_settings(self.settings)
-        config = c.model()
-        torch.manual_seed(c.seed)
-        self.model = build(config).to(device)
-        if c.start == "last":
-            begin_at_last(self.model)
-        self.rows = Rows(c.group, c.block_size, c.seed, device)
-        self.flat = flat_gradient(self.model)
-        self.optimizers = make_optimizers(self.model, self.settings)
-        self.fast = accelerate(self.model, self.dtype, c.compile, training=True)
-        self.optimizer_step = make_optimizer_step(self.fast, self.optimizers)
-        self.losses = []  # of the last step before each line
 
-    def train(self):
-        """All steps; the last ones by the schedule `then`, if there is one."""
-        c, first = self.c, self.c.max_iters
-        if c.then:
-            first -= c.then_steps
-        self.steps(0, first)
-        if c.then:
-            self.model.config.n_groups, self.model.config.n_nograd, self.model.config.n_grad = (
-                passes(c, "then"))
-            self.steps(first, c.max_iters)
-
-    def steps(self, first: int, end: int):
-        """Steps first..end-1, by the schedule that the model has now."""
-        c, micro_step, alone = self.c, make_micro_step(self.fast, 1.0), Processes()
-        chunk = max(1, CHUNK // (c.batch_size * c.block_size))
-        for step in range(first, end):
-            n = (step - first) % chunk
-            if n == 0:
-                x, y = self.rows(min(chunk, end - step) * c.batch_size)
-            at = slice(n * c.batch_size, (n + 1) * c.batch_size)
-            self.flat.zero_()
-            loss = micro_step(x[at], y[at])
-            norm = clip_and_reduce(self.flat, self.settings.grad_clip, alone)
-            set_rate(self.optimizers, learning_rate(step, self.settings))
-            self.optimizer_step(norm)
-            if (step + 1) % c.log_interval == 0:
-                self.losses.append([step + 1, loss.item()])
-                if not math.isfinite(self.losses[-1][1]):
-                    raise UserError(f"step {step + 1}: loss {loss.item()}; lower learning_rate")
-                print(f"step {step + 1}: loss {self.losses[-1][1]:.4f}", flush=True)
+def train(c: TrackingConfig, device: str, dtype: torch.dtype) -> tuple[Decoder, Fast, list]:
+    """A model after all steps, the last ones by the schedule `then`, if there is one; how it runs;
+    and the number and loss of the last step before each line."""
+    settings = TrainConfig(learning_rate=c.learning_rate, max_iters=c.max_iters, out_dir=".")
+    check_settings(settings)
+    model, B = make_model(c, device), c.batch_size
+    rows, flat = Rows(c.group, c.block_size, c.seed, device), flat_gradient(model)
+    optimizers = make_optimizers(model, settings)
+    fast = accelerate(model, dtype, c.compile, training=True)
+    micro_step, optimizer_step = make_micro_step(fast, 1.0), make_optimizer_step(fast, optimizers)
+    print(f"{c.kv}, {model.n_params():,} parameters, {c.schedule}, {fast}")
+    chunk, losses = max(1, CHUNK // (B * c.block_size)), []
+    for step in range(c.max_iters):
+        if c.then and step == c.max_iters - c.then_steps:
+            model.config.n_groups, model.config.n_nograd, model.config.n_grad = passes(c, "then")
+            micro_step = make_micro_step(fast, 1.0)  # a graph is of the schedule before
+        n = step % chunk
+        if n == 0:
+            x, y = rows(min(chunk, c.max_iters - step) * B)
+        flat.zero_()
+        loss = micro_step(x[n * B:(n + 1) * B], y[n * B:(n + 1) * B])
+        norm = clip_and_reduce(flat, settings.grad_clip, Processes())
+        set_rate(optimizers, learning_rate(step, settings))
+        optimizer_step(norm)
+        if (step + 1) % c.log_interval == 0:
+            losses.append([step + 1, loss.item()])
+            if not math.isfinite(losses[-1][1]):
+                raise UserError(f"step {step + 1}: loss {loss.item()}; lower learning_rate")
+            print(f"step {step + 1}: loss {losses[-1][1]:.4f}", flush=True)
+    return model, fast, losses
 
 
 @torch.no_grad()
@@ -230,7 +218,6 @@ def routing(model: Decoder, x: Tensor) -> dict | None:
 
 
 def train_command(argv: list[str]):
-    """One run."""
     c = parse(TrackingConfig(), argv, "python -m studies.state_tracking train: one run")
     check(c, "block_size", "batch_size", "max_iters", "score_length", "score_rows", "log_interval")
     for name in ("schedule", "then"):
@@ -239,31 +226,25 @@ def train_command(argv: list[str]):
                             f"{c.block_size}")
     if c.then and not 0 < c.then_steps < c.max_iters:
         raise UserError(f"then_steps={c.then_steps}: 1 to max_iters-1={c.max_iters - 1}")
-    trainer, began = Trainer(c), time.perf_counter()
-    print(f"{c.kv}, {trainer.model.n_params():,} parameters, {c.schedule}, {trainer.fast}")
-    trainer.train()
+    device, T, began = pick_device(c.device), c.block_size, time.perf_counter()
+    dtype = pick_dtype(c.dtype, device)
+    model, fast, losses = train(c, device, dtype)
     seconds = time.perf_counter() - began
-    device = trainer.rows.device
     x, y = Rows(c.group, c.score_length, c.seed + 1, device)(c.score_rows)
-    fast, T = trainer.fast, c.block_size
     exact = accuracies(fast, x, y, autoregressive)
     trained = accuracies(fast, x[:, :T], y[:, :T], solve)
     print(f"right, token by token: {summary(exact)}; as trained: {summary(trained)}")
     write_json(c.json, {**{k: v for k, v in asdict(c).items() if k not in ("json", "device")},
-                        "seconds": seconds, "losses": trainer.losses, "exact": exact,
-                        "as_trained": trained, "routing": routing(trainer.model, x[:256, :T]),
-                        **environment(device, trainer.dtype)})
-
-
-def spans(n: int) -> list[tuple[int, int]]:
-    """Positions 1-16, 17-32, 33-64 and so on, those there are."""
-    edges = [0, 16, *(32 << i for i in range(10))]
-    return [(a, min(b, n)) for a, b in zip(edges, edges[1:]) if a < n]
+                        "seconds": seconds, "losses": losses, "exact": exact,
+                        "as_trained": trained, "routing": routing(model, x[:256, :T]),
+                        **environment(device, dtype)})
 
 
 def summary(right: list[float]) -> str:
-    return ", ".join(f"{100 * sum(right[a:b]) / (b - a):.1f} % at {a + 1}-{b}"
-                     for a, b in spans(len(right)))
+    """Means at positions 1-16, 17-32, 33-64 and so on, those there are."""
+    edges, n = [0, 16, *(32 << i for i in range(10))], len(right)
+    return ", ".join(f"{100 * sum(right[a:b]) / len(right[a:b]):.1f} % at {a + 1}-{min(b, n)}"
+                     for a, b in zip(edges, edges[1:]) if a < n)
 
 
 def reach(right: list[float], level: float = 0.9) -> int:
@@ -283,10 +264,10 @@ SEEDS = 1337, 1338, 1339
 
 def plans() -> Iterator[dict]:
     """The settings of every run, the most telling first; some come twice."""
-    own = {"vanilla": ONE_PASS, "nofeedback": ONE_PASS, "lckv2": LCKV}
+    own = {"vanilla": [ONE_PASS], "nofeedback": [ONE_PASS], "lckv2": [LCKV]}
     for system in SYSTEMS:  # every system with the best of three rates
         for rate in RATES:
-            for schedule in [own[system]] if system in own else [EXACT, PAPER]:
+            for schedule in own.get(system, [EXACT, PAPER]):
                 yield dict(system=system, schedule=schedule, learning_rate=rate)
     for system in ("k1", "feedback"):  # how far does a state travel?
         for g in (4, 8, 16, 2):
@@ -296,33 +277,31 @@ def plans() -> Iterator[dict]:
     for rate in RATES:  # what does the start do?
         yield dict(system="k4", schedule=EXACT, learning_rate=rate, start="last")
     for system in ("vanilla", "nofeedback", "k1", "feedback"):  # the control
-        yield dict(group="z60", system=system, schedule=own.get(system, EXACT))
+        yield dict(group="z60", system=system, schedule=own.get(system, [EXACT])[0])
     for seed in SEEDS[1:]:
         for system in ("vanilla", "k1", "feedback"):
-            for schedule in [own[system]] if system in own else [EXACT, PAPER]:
+            for schedule in own.get(system, [EXACT, PAPER]):
                 yield dict(system=system, schedule=schedule, seed=seed)
 
 
-def jobs(c: StudyConfig) -> Iterator[Job]:
+def jobs(c: StudyConfig) -> list[Job]:
     """The runs by name, each once."""
-    names = set()
+    made = {}
     for given in plans():
         p = {"learning_rate": RATE, "seed": SEEDS[0], **given}
         system = p.pop("system")
         parts = [p.get("group", "s5"), system, p["schedule"], p.get("then"), p.get("start")]
         name = "-".join([*filter(None, parts), f"{p['learning_rate']:g}", str(p["seed"])])
-        if name in names:
-            continue
-        names.add(name)
         out = Path(c.folder) / f"{name}.json"
         settings = [f"--{k}={v}" for k, v in (SYSTEMS[system] | p).items()]
-        yield Job(name, [["-m", "studies.state_tracking", "train", *settings, f"--json={out}"]],
-                  lambda out=out, system=system: {
-                      "system": system, **json.loads(out.read_text(encoding="utf-8"))})
+        made.setdefault(name, Job(
+            name, [["-m", "studies.state_tracking", "train", *settings, f"--json={out}"]],
+            lambda out=out, system=system: {
+                "system": system, **json.loads(out.read_text(encoding="utf-8"))}))
+    return list(made.values())
 
 
 def all_command(argv: list[str]):
-    """All runs that have no result yet."""
     study(argv, StudyConfig(folder="out/state_tracking", json="results/state_tracking.json"), jobs,
           "python -m studies.state_tracking all: every run; what is not ready in time is lost")
 
@@ -331,22 +310,11 @@ def all_command(argv: list[str]):
 
 @dataclass
 class PlotConfig:
-    """What `plot` takes."""
-
     json: str = key("results/state_tracking.json", "what `all` has written")
     output: str = key("docs/state_tracking.png", "file to write; its ending says in which format")
 
 
-def best(records: list[dict], **settings) -> dict | None:
-    """Of the records with these settings, the one that is right most often, token by token."""
-    found = [r for r in records if all(r[k] == v for k, v in settings.items())]
-    return max(found, key=lambda r: sum(r["exact"]), default=None)
-
-
 def plot_command(argv: list[str]):
-    """The picture."""
-    from pictures import COLOURS, check_output, plot, save
-
     c = parse(PlotConfig(), argv, "python -m studies.state_tracking plot")
     check_output(c.output)
     records = read_records(c.json, "system", "schedule", "exact")
@@ -354,20 +322,21 @@ def plot_command(argv: list[str]):
         raise UserError(f"json={c.json}: no results there")
     plt = plot()
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    same = dict(group="s5", start="own", then=None, seed=SEEDS[0])
+    same = dict(group="s5", start="own", then=None, seed=SEEDS[0]).items()
+    records = [r for r in records if all(r[k] == v for k, v in same)]
     shown = [("vanilla", ONE_PASS), ("nofeedback", ONE_PASS), ("lckv2", LCKV), ("k4", EXACT),
              ("k1", EXACT), ("recurrent", EXACT), ("feedback", EXACT)]
     for (system, schedule), colour in zip(shown, COLOURS):
-        if r := best(records, system=system, schedule=schedule, **same):
+        rates = [r for r in records if (r["system"], r["schedule"]) == (system, schedule)]
+        if r := max(rates, key=lambda r: sum(r["exact"]), default=None):
             left.plot(range(1, 1 + len(r["exact"])), r["exact"], color=colour,
                       label=f"{system}, {r['learning_rate']:g}")
             left.axvline(r["block_size"], color="#bbbbbb", lw=0.8, ls=":")
     left.set(title="trained exactly, best of three rates", xscale="log",
              ylabel="right, token by token", xlabel="position (dotted: end of rows in training)")
     left.legend()
-    grid = [r for r in records if all(r[k] == v for k, v in same.items())
-            and r["learning_rate"] == RATE and r["system"] in ("k1", "feedback")
-            and r["schedule"] != EXACT]
+    grid = [r for r in records if r["learning_rate"] == RATE
+            and r["system"] in ("k1", "feedback") and r["schedule"] != EXACT]
     for r, colour in zip(sorted((r for r in grid if r["system"] == "k1"), key=distance),
                          plt.cm.viridis([i / 12 for i in range(13)])):
         middle.plot(range(1, 1 + len(r["exact"])), r["exact"], color=colour,

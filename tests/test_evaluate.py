@@ -21,14 +21,10 @@ import evaluate
 from checkpoint import save_checkpoint
 from configurator import UserError, run
 from decoding import Schedule
-from evaluate import (
-    Losses,
-    Windows,
-    first_within,
-    mean_losses,
-)
+from evaluate import Losses, Windows, mean_losses
 from kernels import accelerate
 from measure import downstream
+from measure.convergence import first_within
 from measure.downstream import Scorer, pieces
 from solvers import autoregressive, cyclic, jacobi, solve
 from text.tokenizer import Tokenizer, get_tokenizer
@@ -204,6 +200,7 @@ def test_first_within_one_per_cent():
     assert first_within([30.0, 20.21, 20.2, 25.0], 20.0) == 3
     assert first_within([19.0], 20.0) == 1
     assert first_within([30.0, 20.3], 20.0) is None
+    assert first_within([30.0, 19.7, 19.8, 20.0], 20.0, lower_too=False) == 3
 
 
 def test_jacobi_passes_go_on_until_they_suffice(monkeypatch, tmp_path):

@@ -38,7 +38,7 @@ def test_a_schedule_is_the_paper_s_grid_at_k_8():
 
 
 def test_a_record_has_the_scores_and_every_validation_loss(tmp_path):
-    study = corpus.CorpusConfig(folder=str(tmp_path), dataset="mine")
+    study = corpus.CorpusConfig(folder=str(tmp_path), dataset="mine", json=f"{tmp_path}/mine.json")
     j = next(j for j in corpus.systems(study) if j.name == "wm16_k8-1337-0.004")
     out = tmp_path / "mine" / j.name
     out.mkdir(parents=True)

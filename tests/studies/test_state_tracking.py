@@ -65,7 +65,7 @@ def test_a_model_that_can_learns_the_first_products(tmp_path):
 
 def test_start_last_is_the_bias_of_one_channel_for_all():
     c = parse(st.TrackingConfig(), [*SMALL, "--n_channels=2", "--start=last"], "")
-    branch = st.Trainer(c).model.kv_pool.key
+    branch = st.make_model(c, "cpu").kv_pool.key
     assert branch.bias.tolist() == [[0, 0.25], [0, 0.25]]
 
 
