@@ -166,6 +166,7 @@ class SystemsConfig:
 @dataclass
 class TrainBenchConfig(SystemsConfig):
     batch_size: int = key(16, "rows of a micro-step")
+    n_groups: int = key(8, "g of 1 + 2 passes; LCKV has its own")
     block_size: int = key(2048, "T, tokens per row")
     document: int = key(1000, "tokens of a document on average; 0: a row is one document")
     compile: bool | None = key(None, "as for train.py")
@@ -176,7 +177,7 @@ class TrainBenchConfig(SystemsConfig):
 def train_command(argv: list[str]):
     c = parse(TrainBenchConfig(), argv, "python bench.py train: a micro-step (forward and backward "
               "as train.py runs it),\nthe optimizer step and the loss on its own")
-    check(c, "batch_size", "block_size", "trials", "warmups")
+    check(c, "batch_size", "block_size", "n_groups", "trials", "warmups")
     if c.document < 0:
         raise UserError(f"document={c.document}: a length, or 0 for rows of one document")
     models, device = c.models(), pick_device(c.device)

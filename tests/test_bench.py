@@ -319,6 +319,11 @@ def test_train_command(tmp_path, capsys, monkeypatch):
     assert "n/a" in capsys.readouterr().out
 
 
+def test_groups_of_the_schedule():
+    c = bench.parse(bench.TrainBenchConfig(), ["--systems=k16,recurrent,lckv4", "--n_groups=4"], "")
+    assert [config.n_groups for config in c.models().values()] == [4, 4, 1]
+
+
 def test_profile(capsys):
     bench.main(["train", *SIZES, "--batch_size=1", "--block_size=8", "--systems=vanilla",
                 "--profile"])
