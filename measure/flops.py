@@ -8,16 +8,13 @@ Dimensions: T tokens, L layers, D width, H query heads, d head size, k channels,
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from unittest.mock import MagicMock, patch
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import attention
 from baselines import build, plan, projects
-from decoding import prefill, step
 from model import Decoder, ModelConfig
 from solvers import evaluation_schedule, solve
 
@@ -104,22 +101,21 @@ def flops_per_token(config: ModelConfig, block_size: int, mode: str, head: bool 
         return total + training * (back(slice(L)) + 2 * (store + dummy))
     first, end = p.iterated
     middle, ends = slice(first, end), (slice(first), slice(end, L))
-    phases = [passes or evaluation_schedule(c)["passes"]]
+    n, phases = passes or evaluation_schedule(c)["passes"], ()
     if training:
-        phases = [m for m in (c.n_nograd, c.n_grad) if m]
-    n = phases[-1]
+        n, phases = c.n_grad, [m for m in (c.n_nograd, c.n_grad) if m]
     # a phase stores its first states and each group anew, but in training the last of the last
     # pass, which nobody reads; lckv stores its first states only
     g = min(c.n_groups, T)
     last = len(range(g - 1, T, g)) / T if training else 0
     total += sum(map(run, ends))
-    for m in phases:
+    for m in phases or [n]:
         stored = (1 if condensed else 1 + m - last) * store + dummy
         total += run(middle, m) + stored
     top = slice(end - 1, end)
     unread = max(max(channel.sources) for channel in p.channels) < end  # what it puts out
     if unread and not condensed:  # runs in the last pass only; lckv's stores keys and values
-        total -= (sum(phases) - 1) * run(top)
+        total -= (sum(phases or [n]) - 1) * run(top)
     if not training:
         return total
     total += sum(map(back, ends)) + n * back(middle) + 2 * stored
@@ -134,38 +130,64 @@ def flops_per_token(config: ModelConfig, block_size: int, mode: str, head: bool 
 
 # ---- FLOP per token by running the code
 
+class CountedAttention(torch.autograd.Function):
+    """Attention that computes nothing and counts its FLOP."""
+
+    @staticmethod
+    def forward(ctx, tally, flops, q, k, v, *sink):
+        ctx.tally, ctx.flops = tally, flops
+        ctx.save_for_backward(q, k, v, *sink)
+        tally.flops += flops
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        ctx.tally.flops += ATTENTION_BACKWARD * ctx.flops
+        return None, None, *(torch.empty_like(t) for t in ctx.saved_tensors)
+
+
+@dataclass
 class Tally:
-    """Attention of a model that computes nothing and counts: four FLOP per visible pair of query
-    and key and feature.
+    """Attention that counts: four FLOP per visible pair of query and key and feature."""
 
-    On the meta device a model takes real indices then, so that its pairs can be counted.
-    """
-
-    def __init__(self, model: Decoder):
-        self.flops, self.device = 0.0, model.norm.weight.device
-        self.place, self.embed_tokens = model.place, model.embed_tokens
-        model.place, model.embed_tokens = self.placed, self.embedded
-        model.attention = self.attend
-        if model.config.kv == "recurrent":
-            model.attend = self.layer
-
-    def add(self, flops: float, *_):
-        self.flops += flops
+    flops: float = 0.0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: attention.Rows, sink=None) -> Tensor:
-        """In place of `attention.attend`."""
         B, T, H, d = q.shape
         pairs = int((rows.stop - rows.start).sum()) + (B * T if sink is not None else 0)
-        self.add(4 * pairs * H * d)
-        out = q * sum(x.sum() for x in (k, v, *(sink or ())))  # anything that has all gradients
-        if out.requires_grad:
-            out.register_hook(partial(self.add, ATTENTION_BACKWARD * 4 * pairs * H * d))
-        return out
+        return CountedAttention.apply(self, 4 * pairs * H * d, q, k, v, *(sink or ()))
 
     def layer(self, layer: int, q: Tensor, h: list, own: list, rows: attention.Rows,
               cache: attention.Cache) -> Tensor:
         """For `Recurrent.attend`: as a sink, the own entry is one key more."""
         return self.attend(q, cache.k[layer], cache.v[layer], rows, own[-1])
+
+
+class TallyCache(attention.Cache):
+    """A cache of which attention counts."""
+
+    def attend(self, q: Tensor, channel: int, rows: attention.Rows) -> Tensor:
+        sink = self.sink and tuple(s[channel] for s in self.sink)
+        return self.tally.attend(q, self.k[channel], self.v[channel], rows, sink)
+
+
+class Weightless:
+    """Lets a model on the meta device take real indices, so that its pairs can be counted, and
+    counts its attention."""
+
+    def __init__(self, model: Decoder, tally: Tally):
+        self.device, self.tally = model.norm.weight.device, tally
+        self.place, self.embed_tokens = model.place, model.embed_tokens
+        model.place, model.embed_tokens = self.placed, self.embedded
+        self.new_cache, model.new_cache = model.new_cache, self.cache
+        model.attention = tally.attend
+        if model.config.kv == "recurrent":
+            model.attend = tally.layer
+
+    def cache(self, *args, **kwargs) -> TallyCache:
+        cache = self.new_cache(*args, **kwargs)
+        cache.__class__, cache.tally = TallyCache, self.tally
+        return cache
 
     def placed(self, *args) -> attention.Rows:
         rows = self.place(*args)
@@ -184,17 +206,21 @@ def count_flops(config: ModelConfig, block_size: int, mode: str, device: str = "
     4 H d; its backward pass, where one runs, is taken as 2.5 forward ones, as PyTorch's formula
     for flash attention does. Norms, RoPE, activations and sums count as nothing.
     """
+    from unittest.mock import MagicMock
+
     from torch.utils.flop_counter import FlopCounterMode
+
+    from decoding import prefill, step
 
     with torch.device(device):
         model = build(replace(config, eos_id=None))
     idx = torch.zeros(1, block_size, dtype=torch.long)
-    tally, counter = Tally(model), FlopCounterMode(display=False)
+    tally, counter = Tally(), FlopCounterMode(display=False)
+    Weightless(model, tally)
     # a count per module is not wanted, and its hooks fail on parameters used without gradients
     counter.mod_tracker = MagicMock(parents={"Global"})
     cache = model.new_cache(1, block_size, like=model.norm.weight)  # for decoding, not counted
-    with (counter, patch.object(attention, "attend", tally.attend),
-          torch.set_grad_enabled(mode == "training")):
+    with counter, torch.set_grad_enabled(mode == "training"):
         if mode == "training":
             solve(model, idx).final.sum().backward()
         elif mode == "prefill":
