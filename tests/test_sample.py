@@ -339,8 +339,12 @@ def test_time_is_linear():
         assert stats.decode_tokens == n - 1
         return stats.decode_seconds
 
-    few, many = (min(seconds(n) for _ in range(3)) for n in (50, 200))
-    assert many < 6 * few
+    few, many = float("inf"), float("inf")
+    for _ in range(10):  # other programs may take their share of any one of them
+        few, many = min(few, seconds(50)), min(many, seconds(200))
+        if many < 6 * few:
+            return
+    raise AssertionError(f"{many} s for 200 tokens, {few} s for 50")
 
 
 # ---- ids and bytes that cannot be printed
