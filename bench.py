@@ -84,6 +84,7 @@ class FlopsConfig:
 
 
 def flops_command(argv: list[str]):
+    """Count the FLOP per token of all systems."""
     c = parse(FlopsConfig(), argv, "python bench.py flops: FLOP per token, without the head")
     check(c, "block_size")
     rows = PAPER | {name: (sizes, (None,) * len(MODES)) for name, sizes in OTHERS.items()}
@@ -175,6 +176,7 @@ class TrainBenchConfig(SystemsConfig):
 
 
 def train_command(argv: list[str]):
+    """Time and memory of training."""
     c = parse(TrainBenchConfig(), argv, "python bench.py train: a micro-step (forward and backward "
               "as train.py runs it),\nthe optimizer step and the loss on its own")
     check(c, "batch_size", "block_size", "n_groups", "trials", "warmups")
@@ -323,6 +325,7 @@ class DecodeConfig(SystemsConfig):
 
 @torch.no_grad()
 def decode_command(argv: list[str]):
+    """Time of a token."""
     c = parse(DecodeConfig(), argv, "python bench.py decode: time of a token as sample.py decodes "
               "it,\nwith the choice of the token and its way to the host")
     check(c, "context", "steps", "trials", "warmups")
@@ -404,6 +407,7 @@ class ComparisonConfig:
 
 
 def systems_command(argv: list[str]):
+    """Train small versions of all systems on the same tokens."""
     c = parse(ComparisonConfig(), argv, "python bench.py systems: small versions of all systems, "
               "trained by train.py on the same tokens")
     check(c, "max_iters")

@@ -188,6 +188,7 @@ def load_windows(c: PerplexityConfig, checkpoint: dict) -> tuple[Path, Windows]:
 
 
 def perplexity_command(argv: list[str]):
+    """Perplexity of a checkpoint."""
     c = parse(PerplexityConfig(), argv, "python evaluate.py perplexity: of a checkpoint, on every "
               "token of a file but the first")
     check(c, "block_size", "batch_size", "limit_rows", "passes", "n_groups", "max_passes")

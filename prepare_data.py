@@ -449,6 +449,7 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line. Raises UserError."""
     for number in (getattr(signal, name, None) for name in REQUESTS):
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda number, _: sys.exit(128 + number))  # leaves no part behind

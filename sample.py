@@ -194,6 +194,7 @@ class Writer:
 
 
 def main(argv: list[str]):
+    """Continue the prompts that the settings name, or those typed in."""
     c = parse(SampleConfig(), argv, __doc__)
     check(c)
     starts = read_starts(c)

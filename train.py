@@ -210,6 +210,7 @@ class Trainer:
         return total
 
     def update(self):
+        """One optimizer step."""
         c, lr = self.c, learning_rate(self.step, self.c)
         try:
             loss = self.gradient()
@@ -301,6 +302,7 @@ class Trainer:
 
 
 def main(argv: list[str], signals: Signals | None = None):
+    """Train by the settings; under torchrun, one of its processes."""
     c = settings(argv, __doc__)
     processes = Processes(*ranks())
     trainer = Trainer(c, processes)

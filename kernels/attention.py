@@ -351,8 +351,8 @@ def dkv_kernel(q0, q1, keys, values, do0, do1, dk0, dk1, dv0, dv1, lse2, delta, 
     """dk += and dv += for a block of keys, over the queries that can read one of them."""
     b, head = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv
     j0 = tl.program_id(1) * BLOCK_N  # under a causal mask the first keys have the most queries
-    j = j0 + tl.arange(0, BLOCK_N)[:, None]
     at = j0 + tl.arange(0, BLOCK_N)
+    j = at[:, None]
     rows = b.to(tl.int64) * stride_b + head * stride_h + at * stride_s
     k = load_rows(keys, rows, at < S, D0, D1)  # on their way while queries are counted
     v = load_rows(values, rows, at < S, D0, D1)

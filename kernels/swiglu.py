@@ -15,7 +15,7 @@ ROWS, COLUMNS, WARPS = 4, 512, 4  # of a program
 
 @triton.jit
 def place(x, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers into x (N, 2 F) and (N, F) tensors' offsets, and what exists; then gate and up."""
+    """Offsets in x (N, 2 F) and in (N, F), which of them exist, and gate and up there."""
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = (n < N) & (c < F)

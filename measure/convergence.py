@@ -206,6 +206,7 @@ def short_name(s: Schedule) -> str:
 
 @torch.no_grad()
 def prefill_command(argv: list[str]):
+    """Passes and time of Jacobi, cyclic and autoregressive prefill."""
     c = parse(PrefillConfig(), argv, "python bench.py prefill: passes and time of every schedule "
               "to within 1 % of the exact perplexity,\nor time of the given schedules")
     check(c, "n_layer", "block_size", "rows", "batch_size", "max_passes", "trials", "warmups")

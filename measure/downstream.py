@@ -271,6 +271,7 @@ def table(name: str, results: dict[str, dict]) -> str:
 
 
 def downstream_command(argv: list[str]):
+    """Downstream tasks of the lm-evaluation-harness."""
     c = parse(DownstreamConfig(), argv, "python evaluate.py downstream: tasks of the "
               "lm-evaluation-harness, zero-shot")
     check(c, "limit", "batch_size", "passes", "n_groups")

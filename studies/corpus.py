@@ -108,11 +108,13 @@ def schedules(c: CorpusConfig) -> Iterator[Job]:
 
 
 def systems_command(argv: list[str]):
+    """Runs of all systems that have no result yet."""
     study(argv, CorpusConfig(json="results/study.json"), systems,
           "python -m studies.corpus systems: perplexity of every system")
 
 
 def schedules_command(argv: list[str]):
+    """Runs of all schedules that have no result yet."""
     study(argv, CorpusConfig(json="results/schedules.json"), schedules,
           "python -m studies.corpus schedules: the grid of the paper's section \"Iteration "
           "schedules in training\"")
@@ -192,6 +194,7 @@ def plot_schedules(records: list[dict], output: Path):
 
 
 def plot_command(argv: list[str]):
+    """Perplexity of all systems, and the heat maps of schedules."""
     c = parse(PlotConfig(), argv, "python -m studies.corpus plot: what the studies found")
     for file, draw, name, needed in (
             (c.systems, plot_systems, "study.png", ("config", "learning_rate", "perplexity")),

@@ -218,6 +218,7 @@ def routing(model: Decoder, x: Tensor) -> dict | None:
 
 
 def train_command(argv: list[str]):
+    """One run: train, score token by token and as trained, write the JSON."""
     c = parse(TrackingConfig(), argv, "python -m studies.state_tracking train: one run")
     check(c, "block_size", "batch_size", "max_iters", "score_length", "score_rows", "log_interval")
     for name in ("schedule", "then"):
@@ -302,6 +303,7 @@ def jobs(c: StudyConfig) -> list[Job]:
 
 
 def all_command(argv: list[str]):
+    """All runs that have no result yet."""
     study(argv, StudyConfig(folder="out/state_tracking", json="results/state_tracking.json"), jobs,
           "python -m studies.state_tracking all: every run; what is not ready in time is lost")
 
@@ -315,6 +317,7 @@ class PlotConfig:
 
 
 def plot_command(argv: list[str]):
+    """Accuracy by position, and how far states travel."""
     c = parse(PlotConfig(), argv, "python -m studies.state_tracking plot")
     check_output(c.output)
     records = read_records(c.json, "system", "schedule", "exact")

@@ -340,9 +340,9 @@ def test_time_is_linear():
         return stats.decode_seconds
 
     few, many = float("inf"), float("inf")
-    for _ in range(10):  # other programs may take their share of any one of them
+    for n in range(10):  # three, or more where other programs take their share of them
         few, many = min(few, seconds(50)), min(many, seconds(200))
-        if many < 6 * few:
+        if n >= 2 and many < 6 * few:
             return
     raise AssertionError(f"{many} s for 200 tokens, {few} s for 50")
 

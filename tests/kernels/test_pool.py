@@ -17,8 +17,6 @@ CASES = {
     "static": dict(N=5, n_layer=4, n_channels=3, n_embd=32, router="static"),
     "one source": dict(N=2, n_layer=1, n_channels=1, n_embd=16),
 }
-if GPU:  # the norm divides a single weight away, and tf32 has no digit of the gradient that is left
-    del CASES["one source"]
 
 
 @pytest.fixture(params=["blocks", "whole"])
@@ -90,7 +88,10 @@ def check(dtype, tol, **sizes):
     for a, b in zip(my_dh, dh, strict=True):
         close(a, b, tol[1], max(b.norm(), 1e-3 * torch.stack(dh).norm()))
     for name in dw:
-        close(my_dw[name], dw[name], tol[1])
+        # the norm divides a single source's weight away: of what is left of its gradient, a
+        # hundredth of the others, tf32 has hardly a digit
+        if not (GPU and sizes["n_layer"] == 1 and name.endswith(("bias", "router.weight"))):
+            close(my_dw[name], dw[name], tol[1])
 
 
 @pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
