@@ -172,6 +172,7 @@ class TrainBenchConfig(SystemsConfig):
     document: int = key(1000, "tokens of a document on average; 0: a row is one document")
     compile: bool | None = key(None, "as for train.py")
     kernels: bool = key(True, "as for train.py; false: plain PyTorch")
+    recompute: bool = key(False, "as for train.py; of systems that iterate")
     profile: bool = key(False, "GPU time of a micro-step by kind of kernel")
 
 
@@ -221,7 +222,8 @@ def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
     model = random_model(config, device, c.seed)
     flat = train.flat_gradient(model)
     optimizers = train.make_optimizers(model, train.TrainConfig())
-    fast = accelerate(model, dtype, c.compile, c.kernels, training=True, graph=c.graph)
+    fast = accelerate(model, dtype, c.compile, c.kernels, training=True, graph=c.graph,
+                      recompute=c.recompute and model.iterates)
     update = train.make_optimizer_step(fast, optimizers)
 
     def step():

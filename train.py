@@ -145,7 +145,8 @@ class Trainer:
         if processes.largest(self.step) != self.step:
             raise UserError(f"{self.path}: step {self.step} here, another process found a later "
                             "one: out_dir must be a folder that all nodes share")
-        self.fast = accelerate(self.model, self.dtype, c.compile, c.kernels, training=True)
+        self.fast = accelerate(self.model, self.dtype, c.compile, c.kernels, training=True,
+                               recompute=c.recompute)
         weight = processes.world / c.gradient_accumulation_steps
         self.micro_step = make_micro_step(self.fast, weight)
         self.optimizer_step = make_optimizer_step(self.fast, self.optimizers)

@@ -21,14 +21,17 @@ HALF = torch.bfloat16, torch.float16
 
 
 def accelerate(model: Decoder, dtype: torch.dtype, compile: bool | None = None,
-               kernels: bool = True, training: bool = False, graph: bool | None = None) -> Fast:
+               kernels: bool = True, training: bool = False, graph: bool | None = None,
+               recompute: bool = False) -> Fast:
     """The model as it runs fastest where it is, computing in dtype; print the result, which says
     what is on.
 
     On CUDA in half precision: the kernels, unless `kernels` is false; compiled pieces and CUDA
     graphs, unless `compile` (`graph`) is false. Elsewhere: plain PyTorch, compiled if `compile` is
     true. With `training`, parameters stay in float32; otherwise a model without kernels is cast.
-    Raises UserError for compile=True where there is no C compiler.
+    `recompute` saves memory in training, of systems that iterate, for time (recompute.py).
+    Raises UserError for compile=True where there is no C compiler, and for recompute=True and a
+    system that needs one pass.
     """
     on_cuda = model.norm.weight.is_cuda
     if compile is None:
@@ -50,6 +53,13 @@ def accelerate(model: Decoder, dtype: torch.dtype, compile: bool | None = None,
         if compile:
             fast.model = compile_pieces(fast.model)
             fast.remarks.insert(0, "compiled")
+    if recompute:
+        if not model.iterates:
+            raise UserError(f"recompute=True: kv={model.config.kv} has no passes to compute again; "
+                            "it takes systems that iterate")
+        from kernels.recompute import recomputing
+        fast.model = recomputing(fast.model)
+        fast.remarks.append("recomputing")
     return fast
 
 

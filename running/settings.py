@@ -63,6 +63,8 @@ class TrainConfig:
     compile: bool | None = key(None, "torch.compile and, on cuda, kernels and a CUDA "
                               "graph; None: on cuda")
     kernels: bool = key(True, "Triton kernels, on cuda in half precision; false: plain PyTorch")
+    recompute: bool = key(False, "keep less for the backward pass and compute it again: systems "
+                          "that iterate then need far less memory, and more time")
     seed: int = key(1337, "of weights and row order")
     wandb: bool = key(False, "log to Weights & Biases too (pip install wandb)")
     wandb_project: str = key("whitematter-nano", "its project there; the run is named as out_dir")

@@ -10,6 +10,7 @@ from small import with_documents
 from baselines import build
 from kernels import accelerate, known, linear, norms, twin
 from kernels import pool as pool_kernels
+from kernels.recompute import recomputing
 from model import ModelConfig
 from running.optimizers import flat_gradient
 from solvers import cyclic, jacobi, solve
@@ -100,6 +101,18 @@ def test_twins_of_other_systems(name, large_blocks):
     expected = run(model, model, batch)
     for mine, theirs in zip(run(model, twin_of(model), batch), expected):
         close(mine, theirs)
+
+
+@in_float32
+@pytest.mark.parametrize("options", [dict(k=2, n_layer=2), OTHERS["lckv"], OTHERS["recurrent"]],
+                         ids=str)
+def test_a_twin_may_recompute(options, large_blocks):
+    model, *batch = model_and_batch(**options)
+    expected = [x.clone() for x in run(model, twin_of(model), batch)]
+    other = twin_of(model)
+    other.states = recomputing(other).states
+    for mine, theirs in zip(run(model, other, batch), expected):
+        close(mine, theirs, 1e-6)
 
 
 @in_float32

@@ -1,0 +1,43 @@
+"""
+Less memory for more time: what a group step computes on its way up the stack is not kept for the
+backward pass, which runs the step again. Kept are the states, which the pool is made of.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attention import Cache, Rows
+from model import Decoder
+
+
+def recomputing(model: Decoder) -> Decoder:
+    """A copy of a model that iterates, or of its twin, which shares all parameters."""
+    other = copy.copy(model)
+    other.states = partial(states, model.states)
+    return other
+
+
+def states(up, x: Tensor, rows: Rows, cache: Cache, first: int = 0,
+           end: int | None = None) -> list[Tensor]:
+    """`Decoder.states`, made by `up`.
+
+    The second run reads the cache as it was at the first: of a plain one all keys and values are
+    still there, and a tape (tape.py) has been rewound when the backward pass gets here.
+    """
+    if not torch.is_grad_enabled() or cache is None:
+        return up(x, rows, cache, first, end)
+    before = copied(cache)
+    caches = iter((cache,))
+    return checkpoint(lambda x: up(x, rows, next(caches, None) or copied(before), first, end), x,
+                      use_reentrant=False, preserve_rng_state=False)
+
+
+def copied(cache: Cache) -> Cache:
+    """The cache as it is now: what is written to it later, this copy does not see."""
+    return cache.of(list(cache.k), list(cache.v))
