@@ -231,10 +231,11 @@ def own_key(qkv, i, Hkv, gain, cos, sin, eps, dtype: tl.constexpr, D0: tl.conste
 
 @triton.jit
 def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k1, v0, v1, part,
-                     part_lse2, done, out, start, stop, sink_k, sink_v, scale2, eps, S, H, Hkv,
-                     G: tl.constexpr, OWN: tl.constexpr, SINK: tl.constexpr, SPLITS: tl.constexpr,
-                     D0: tl.constexpr, D1: tl.constexpr, BLOCK_D: tl.constexpr,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr):
+                     part_lse2, done, out, start, stop, sink_k, sink_v, scale2, eps, H, Hkv,
+                     stride_b, stride_s, stride_h, G: tl.constexpr, OWN: tl.constexpr,
+                     SINK: tl.constexpr, SPLITS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+                     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                     EARLY: tl.constexpr):
     """A share of the keys of one row and key-value head; BLOCK_M >= G packed queries."""
     d: tl.constexpr = D0 + D1
     dtype: tl.constexpr = keys.dtype.element_ty
@@ -266,7 +267,8 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
             k, v = own_key(qkv, row + H + head, Hkv, k_gain, cos, sin, eps, dtype, D0, D1)
             s = row_dot(query, k, D1) * scale2
             m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s, v, D1)
-            slot = ((b.to(tl.int64) * S + tl.load(columns + b)) * Hkv + head) * d + tl.arange(0, 1)
+            slot = b.to(tl.int64) * stride_b + tl.load(columns + b) * stride_s + head * stride_h
+            slot += tl.arange(0, 1)
             store_rows(keys, slot, slot >= 0, k[0], k[1], D0, D1)
             store_rows(values, slot, slot >= 0, v[0], v[1], D0, D1)
     for j0 in tl.range(lo, hi, BLOCK_N):
@@ -386,7 +388,7 @@ def attention(qkv: Tensor, layer: Layer, k: Tensor, v: Tensor, rows: Rows, sink,
     """Queries as projected, qkv (B, H d), on k, v (B, S, Hkv, d) and the sink (Hkv, d) each, if any
     -> (B, H d). With the token's own keys and values behind them, qkv (B, (H + 2 Hkv) d), on these
     too, which go to the rows' columns of k and v."""
-    (B, S, Hkv, d), own = k.shape, layer.k_norm is not None
+    (B, _, Hkv, d), own = k.shape, layer.k_norm is not None
     H = qkv.size(1) // d - 2 * Hkv * own
     kernels.check(qkv[:, None, :H * d].unflatten(-1, (H, d)), k, rows.start, rows.stop, k, v)
     d0 = 1 << (d.bit_length() - 1)
@@ -397,8 +399,8 @@ def attention(qkv: Tensor, layer: Layer, k: Tensor, v: Tensor, rows: Rows, sink,
     attention_kernel[B * Hkv, scratch.splits](
         qkv, layer.q_norm, layer.k_norm, rows.cos, rows.sin, rows.columns, k, v,
         *kernels.tiles(block_n, 0, c, k, v), scratch.part, scratch.lse2, scratch.done, out,
-        rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E, eps, S, H, Hkv, G=H // Hkv,
-        OWN=own, SINK=sink is not None, SPLITS=scratch.splits,
+        rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E, eps, H, Hkv, *k.stride()[:3],
+        G=H // Hkv, OWN=own, SINK=sink is not None, SPLITS=scratch.splits,
         BLOCK_M=max(16, triton.next_power_of_2(H // Hkv)), BLOCK_N=block_n, **c,
         num_warps=warps, num_stages=stages, **launch())
     return out

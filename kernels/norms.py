@@ -312,25 +312,26 @@ def split_heads(x: Tensor, n_head: int, q_gain: Gain, k_gain: Gain | None, cos: 
 
 
 @triton.jit
-def slots(columns, n, exists, first, step, T, S, WIDTH: tl.constexpr, PER_ROW: tl.constexpr):
-    """Where token n = b T + t stands in a channel (B, S, WIDTH) of the cache."""
+def slots(columns, n, exists, first, step, T, j, f, stride_c, stride_b, stride_s, stride_h,
+          PER_ROW: tl.constexpr):
+    """Where head f of token n = b T + t stands in channel j of the cache."""
     column = first + (n % T) * step
     if PER_ROW:
         column = tl.load(columns + n, exists, 0).to(tl.int64)
-    return ((n // T) * S + column) * WIDTH
+    return j * stride_c + (n // T) * stride_b + column * stride_s + f * stride_h
 
 
 @triton.jit
-def store_kernel(x, gain, cos, sin, keys, values, columns, N, eps, T, S, first, step,
-                 PER_ROW: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr,
-                 BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def store_kernel(x, gain, cos, sin, keys, values, columns, N, eps, T, first, step,
+                 stride_c, stride_b, stride_s, stride_h, PER_ROW: tl.constexpr, KV: tl.constexpr,
+                 HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """One head of one channel of ROWS tokens; x (2, k, N, Hkv d)."""
     d: tl.constexpr = 2 * HALF
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     f, j, k = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     exists = n < N
-    to = (j * (N // T) * S) * KV * d + f * d + slots(columns, n, exists, first, step, T, S, KV * d,
-                                                     PER_ROW)
+    to = slots(columns, n, exists, first, step, T, j, f, stride_c, stride_b, stride_s, stride_h,
+               PER_ROW)
     a, b = halves(x, ((j * N + n) * KV + f) * d, exists, HALF, BLOCK)
     va, vb = halves(x, (((k + j) * N + n) * KV + f) * d, exists, HALF, BLOCK)
     c, s = angles(cos, sin, n, exists, HALF, BLOCK)
@@ -341,9 +342,9 @@ def store_kernel(x, gain, cos, sin, keys, values, columns, N, eps, T, S, first, 
 
 
 @triton.jit
-def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps, T, S, first, step,
-                PER_ROW: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-                ROWS: tl.constexpr):
+def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps, T, first, step,
+                stride_c, stride_b, stride_s, stride_h, PER_ROW: tl.constexpr, KV: tl.constexpr,
+                HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """The gradient of store_kernel's x from that of the cache, which is zeroed there."""
     d: tl.constexpr = 2 * HALF
     f, j, k = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
@@ -353,8 +354,8 @@ def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps,
     for n0 in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
         n = tl.cast(n0, tl.int64) + tl.arange(0, ROWS)
         exists = n < N
-        at = (j * (N // T) * S) * KV * d + f * d + slots(columns, n, exists, first, step, T, S,
-                                                         KV * d, PER_ROW)
+        at = slots(columns, n, exists, first, step, T, j, f, stride_c, stride_b, stride_s,
+                   stride_h, PER_ROW)
         row = ((j * N + n) * KV + f) * d
         a, b = halves(x, row, exists, HALF, BLOCK)
         da, db = halves(dkeys, at, exists, HALF, BLOCK)
@@ -382,20 +383,20 @@ def store(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slic
           k: Tensor, v: Tensor, eps: float = 1e-6):
     """Write projected keys and values (2, k, B, T, Hkv d) to `columns` of k, v (k, B, S, Hkv, d),
     the keys normed with gains (k, d) and rotated by cos, sin (B, T, d / 2)."""
-    (_, C, B, T, _), (S, Hkv, d) = projected.shape, k.shape[2:]
+    (_, C, B, T, _), (Hkv, d) = projected.shape, k.shape[3:]
     N = B * T
     columns, first, step, per_row = columns_of(columns)
     options = config("store", d // 2)
     store_kernel[triton.cdiv(N, options["ROWS"]), Hkv, C](
-        projected, gain.weight, cos, sin, k, v, columns, N, eps, T, S, first, step, PER_ROW=per_row,
-        KV=Hkv, HALF=d // 2, **options)
+        projected, gain.weight, cos, sin, k, v, columns, N, eps, T, first, step,
+        *k.stride()[:4], PER_ROW=per_row, KV=Hkv, HALF=d // 2, **options)
 
 
 def take(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice | Tensor,
          dk: Tensor, dv: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor | None]:
     """Gradients of `projected` and `gain` (None where its `partial` collects it) out of those of
     the cache, dk and dv, which are zero there afterwards."""
-    (_, C, B, T, _), (S, Hkv, d) = projected.shape, dk.shape[2:]
+    (_, C, B, T, _), (Hkv, d) = projected.shape, dk.shape[3:]
     N = B * T
     columns, first, step, per_row = columns_of(columns)
     dx = torch.empty_like(projected)
@@ -403,6 +404,6 @@ def take(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice
     options = config("take", d // 2)
     programs = min(len(partial), triton.cdiv(N, options["ROWS"]))
     take_kernel[programs, Hkv, C](
-        projected, gain.weight, cos, sin, dk, dv, columns, dx, partial, N, eps, T, S, first, step,
-        PER_ROW=per_row, KV=Hkv, HALF=d // 2, **options)
+        projected, gain.weight, cos, sin, dk, dv, columns, dx, partial, N, eps, T, first, step,
+        *dk.stride()[:4], PER_ROW=per_row, KV=Hkv, HALF=d // 2, **options)
     return dx, gain.total(partial)
