@@ -166,7 +166,7 @@ def plot_systems(records: list[dict], output: Path):
     axes[0].set_ylabel("test perplexity (bars: lowest and highest of the seeds)")
     axes[0].set_xlim(right=4)  # room for names
     axes[1].set_xlabel("training, GFLOP a token, without the head")
-    axes[1].margins(x=0.12)
+    axes[1].margins(x=0.2)
     save(fig, str(output))
 
 

@@ -335,8 +335,11 @@ def plot_command(argv: list[str]):
             left.plot(range(1, 1 + len(r["exact"])), r["exact"], color=colour,
                       label=f"{system}, {r['learning_rate']:g}")
             left.axvline(r["block_size"], color="#bbbbbb", lw=0.8, ls=":")
-    left.set(title="trained exactly, best of three rates", xscale="log",
+    left.set(title="trained exactly (LCKV: by 9 passes), best of three rates",
              ylabel="right, token by token", xlabel="position (dotted: end of rows in training)")
+    left.set_xscale("log", base=2)
+    ticks = [1 << i for i in range(8)]
+    left.set_xticks(ticks, ticks)
     left.legend()
     grid = [r for r in records if r["learning_rate"] == RATE
             and r["system"] in ("k1", "feedback") and r["schedule"] != EXACT]
