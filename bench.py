@@ -187,8 +187,8 @@ def train_command(argv: list[str]):
     dtype, peak = pick_dtype(c.dtype, device), peak_flops(device)
     print(f"{machine(device)}\n{c.batch_size} x {c.block_size} tokens, "
           f"vocabulary {c.vocab_size:,}, L={c.n_layer}, D={c.n_embd}; MFU of "
-          f"{'n/a' if peak is None else f'{peak / 1e12:.0f} TFLOP/s'}; share: of optimizer in one "
-          "micro-step and it\n")
+          f"{'n/a' if peak is None else f'{peak / 1e12:.0f} TFLOP/s'}, as if a row were one "
+          "document; share: of optimizer in one micro-step and it\n")
     print(f"{'':10s} {'passes':>6s} {'ms':>9s} {'tokens/s':>10s} {'x':>6s} {'MFU':>6s} {'GiB':>6s} "
           f"{'optimizer ms':>13s} {'share':>6s} {'loss ms':>8s} {'GiB':>6s} {'first s':>8s}")
     results = {}
