@@ -12,6 +12,7 @@ if not GPU:
 pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
 
 if not GPU:
+    import triton.language as tl
     from triton.runtime import interpreter
 
     def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
@@ -29,5 +30,13 @@ if not GPU:
             total = a + b
         self.create_descriptor_store(desc, interpreter.TensorHandle(total, value.dtype), indices)
 
+    def dot(self, a, b, *rest, product=interpreter.InterpreterBuilder.create_dot):
+        """The interpreter keeps bfloat16 as uint16, and would multiply these."""
+        a, b = (interpreter.TensorHandle(
+            torch.from_numpy(x.data).view(torch.bfloat16).float().numpy(), tl.float32)
+            if x.dtype.scalar.is_bf16() else x for x in (a, b))
+        return product(self, a, b, *rest)
+
     interpreter._patch_lang_tensor = patch_tensor
+    interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpreterBuilder.create_descriptor_reduce = reduce_tile

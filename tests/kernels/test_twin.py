@@ -137,17 +137,9 @@ def test_copies_are_renewed_after_a_step(large_blocks):
     assert not torch.isclose(before, solve(model, idx).final).all()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="no CUDA device")
-@pytest.mark.parametrize("name", ["whitematter", *OTHERS])
-def test_twins_in_bfloat16(name):
-    """In bfloat16 the kernels are as close to float64 as the plain path is. How close that is
-    depends on the system: iterated, rounding may be amplified."""
-    model, *batch = model_and_batch(**OTHERS.get(name, dict(kv="whitematter")))
-    fast = accelerate(model, HALF, training=True, graph=False)
-    assert fast.twin is not None
-    with fast.autocast():
-        loss, flat = run(model, fast.model, batch)
+def check_bfloat16(model, batch, loss, flat):
+    """A twin's loss and gradient in bfloat16 are as close to float64 as the plain path's. How close
+    that is depends on the system: iterated, rounding may be amplified."""
     results = [(loss, flat.clone())]
     half = copy.deepcopy(model).to(HALF)
     results.append(run(half, half, batch))
@@ -155,3 +147,22 @@ def test_twins_in_bfloat16(name):
     for mine, theirs, true in zip(*results, exact):
         error, usual = ((x.double() - true).norm() / true.norm() for x in (mine, theirs))
         assert error < 2 * usual + 0.005, (error, usual)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("name", ["whitematter", *OTHERS])
+def test_twins_in_bfloat16(name):
+    model, *batch = model_and_batch(**OTHERS.get(name, dict(kv="whitematter")))
+    fast = accelerate(model, HALF, training=True, graph=False)
+    assert fast.twin is not None
+    with fast.autocast():
+        result = run(model, fast.model, batch)
+    check_bfloat16(model, batch, *result)
+
+
+@in_float32
+def test_a_twin_in_bfloat16_interpreted(large_blocks):
+    model, *batch = model_and_batch()
+    other = twin.twin(model, HALF, True, known.unknown(model))
+    check_bfloat16(model, batch, *run(model, other, batch))
