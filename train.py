@@ -125,7 +125,9 @@ class Trainer:
         self.folder, self.meta = load_meta(c.dataset)
         if state is not None:
             check_data(c, self.meta, state)
-        self.model_config = model_config(c, self.meta, None if resumes else state)
+        # a run that began with other weights has had their sizes, also when it goes on
+        own = resumes and not c.init_from.startswith("auto:")
+        self.model_config = model_config(c, self.meta, None if own else state)
         self.rows = TokenRows(self.folder / "train.bin", self.meta, c.block_size, c.seed)
         self.val_rows = None
         if c.eval_rows > 0:
@@ -308,7 +310,7 @@ def main(argv: list[str], signals: Signals | None = None):
     processes = Processes(*ranks())
     trainer = Trainer(c, processes)
     processes.print(
-        f"{c.kv}, {trainer.model.n_params():,} parameters without the embedding, on "
+        f"{trainer.model_config.kv}, {trainer.model.n_params():,} parameters without the embedding, on "
         f"{processes.world} x {trainer.device.partition(':')[0]}, {trainer.fast}; "
         f"{trainer.tokens_per_step:,} tokens per step")
     if trainer.step >= c.max_iters:

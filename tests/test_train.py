@@ -280,7 +280,8 @@ def test_a_new_run_may_begin_with_the_weights_of_another(folder, monkeypatch):
         trainer.lock.close()
     trainer.run()
     assert losses("tuned/log.csv")[0] < losses("base/log.csv")[0]
-    assert make(folder, monkeypatch, out_dir="tuned", init_from="auto:given.pt").step == 3
+    again = make(folder, monkeypatch, out_dir="tuned", init_from="auto:given.pt", **sizes)
+    assert again.step == 3 and again.model_config == trainer.model_config
 
 
 def test_weights_alone_do_not_resume(folder, monkeypatch, capsys):
