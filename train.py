@@ -309,8 +309,9 @@ def main(argv: list[str], signals: Signals | None = None):
     c = settings(argv, __doc__)
     processes = Processes(*ranks())
     trainer = Trainer(c, processes)
+    kv, n = trainer.model_config.kv, trainer.model.n_params()
     processes.print(
-        f"{trainer.model_config.kv}, {trainer.model.n_params():,} parameters without the embedding, on "
+        f"{kv}, {n:,} parameters without the embedding, on "
         f"{processes.world} x {trainer.device.partition(':')[0]}, {trainer.fast}; "
         f"{trainer.tokens_per_step:,} tokens per step")
     if trainer.step >= c.max_iters:

@@ -37,13 +37,13 @@ PARTS = {
     "choice": (decoding.choose, decoding.Choice),
 }
 FINGERPRINTS = {
-    "attention": "2c1293a2055fc0cc",
-    "loss": "2095c4ae37bcbc89",
-    "block": "6f653865cdbfb50d",
-    "pool": "ffa9436395d42aa3",
-    "recurrent": "99785fec0cd99a43",
-    "decoding": "36ef88146de9143a",
-    "choice": "1ebbd90a2526df48",
+    "attention": "0117c24bd8cc4eb6",
+    "loss": "f687515e517e3ee2",
+    "block": "cda6a8e6eb33b819",
+    "pool": "745b0e67e80a0c15",
+    "recurrent": "b0e7b242fe31f206",
+    "decoding": "7e9733723e18ef7b",
+    "choice": "ce0efa5c22c32ac0",
 }
 
 
@@ -55,14 +55,16 @@ def fingerprint(objects) -> str:
 
 def essence(source: str) -> str:
     """Source without comments, docstrings and blanks."""
-    skip = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT)
+    blocks = {tokenize.INDENT: "{", tokenize.DEDENT: "}"}
     out, begins = [], True  # does a statement begin here?
     lines = inspect.cleandoc("\n" + source) + "\n"
     for token in tokenize.generate_tokens(io.StringIO(lines).readline):
-        if token.type in skip or (begins and token.type == tokenize.STRING):
-            continue
-        begins = token.type == tokenize.NEWLINE
-        out.append("".join(token.string.split()) + ";" * begins)
+        if token.type in blocks:
+            out.append(blocks[token.type])
+        elif token.type not in (tokenize.COMMENT, tokenize.NL) and not (
+                begins and token.type == tokenize.STRING):
+            begins = token.type == tokenize.NEWLINE
+            out.append("".join(token.string.split()) + ";" * begins)
     return "".join(out)
 
 
@@ -87,6 +89,12 @@ def unknown(model: Decoder) -> set[str]:
     check("loss", Decoder, "embed_tokens", "logits", "loss", "nats")
     check("block", Decoder, "states")
     check("attention", Decoder, "place", "attention")
+    if type(model.norm) is not plain.RMSNorm:
+        found.add("loss")
+    if isinstance(model, baselines.Recurrent):
+        check("recurrent", baselines.Recurrent, "attend")
+    if not isinstance(model, WhiteMatter):
+        check("attention", Decoder, "new_cache")
     if any(type(block) is not Block for block in model.blocks):
         found.add("block")
     if isinstance(model, WhiteMatter) and model.iterates:

@@ -6,6 +6,7 @@ from small import random_tokens, small_model
 
 import decoding
 import kernels
+from baselines import Feedback, Recurrent
 from configurator import UserError
 from kernels import accelerate, known
 from model import Block, Decoder
@@ -28,6 +29,8 @@ def test_comments_and_layout_are_not_a_change_and_code_is():
     assert known.essence(code) == known.essence(same.replace("(2 *\n            x)", "2 * x"))
     assert known.essence(code) != known.essence(code.replace("2 *", "3 *"))
     assert known.essence(code) == known.essence("    " + code.replace("\n", "\n    "))
+    code = "def f(x):\n    if x:\n        x = 1\n        x = 2\n    return x\n"
+    assert known.essence(code) != known.essence(code.replace("        x = 2", "    x = 2"))
 
 
 class Gelu(Block):
@@ -43,6 +46,30 @@ class Mean(WhiteMatter):
     def pool(self, h, rows):
         k, v = super().pool(h, rows)
         return k, v - v.mean(0)
+
+
+class Half(Recurrent):
+    """Another attention."""
+
+    def attend(self, *args):
+        return super().attend(*args) / 2
+
+
+class Sink(Feedback):
+    """Another cache."""
+
+    def new_cache(self, *args, **options):
+        return super().new_cache(*args, **options)
+
+
+def test_a_changed_norm_attention_or_cache_is_noticed():
+    model = small_model()
+    model.norm = torch.nn.LayerNorm(8)
+    assert "loss" in known.unknown(model)
+    for kv, changed, part in (("recurrent", Half, "recurrent"), ("feedback", Sink, "attention")):
+        model = small_model(kv=kv)
+        model.__class__ = changed
+        assert part in known.unknown(model)
 
 
 def test_a_changed_model_is_noticed():
