@@ -59,7 +59,7 @@ def keep_copy(path: Path, copy: Path):
 def keep_previous(folder: Path) -> Path | None:
     """Move a run's files to a new folder in theirs, previous, previous-2, ...; None if there is no
     run. Nothing is ever overwritten."""
-    if not (folder / "ckpt.pt").exists():
+    if not any((folder / name).exists() for name in ("ckpt.pt", "best.pt")):
         return None
     n = 1
     while (previous := folder / (f"previous-{n}" if n > 1 else "previous")).exists():

@@ -132,3 +132,12 @@ def test_a_checkpoint_holds_tensors_and_plain_values_only(folder, monkeypatch):
     in_process(folder, monkeypatch, max_iters=1)
     state = load("out/ckpt.pt")
     assert state["step"] == 1 and type(state["optimizers"][0]["param_groups"][0]["lr"]) is float
+
+
+def test_the_best_checkpoint_alone_is_a_run_that_is_kept(tmp_path):
+    (tmp_path / "best.pt").write_bytes(b"best")
+    (tmp_path / "log.csv").write_text("step\n")
+    assert checkpoint.keep_previous(tmp_path) == tmp_path / "previous"
+    assert (tmp_path / "previous" / "best.pt").read_bytes() == b"best"
+    assert not (tmp_path / "log.csv").exists()
+    assert checkpoint.keep_previous(tmp_path) is None
