@@ -66,7 +66,7 @@ def keep_previous(folder: Path) -> Path | None:
         n += 1
     try:
         previous.mkdir()
-        # the last one is what makes it a run
+        # the last one is what a run goes on from: it stays until all else has been moved
         for name in ("log.csv", "tokenizer", "best.pt", "ckpt.pt"):
             if (folder / name).exists():
                 os.replace(folder / name, previous / name)

@@ -125,9 +125,10 @@ class Trainer:
         self.folder, self.meta = load_meta(c.dataset)
         if state is not None:
             check_data(c, self.meta, state)
-        # a run that began with other weights has had their sizes, also when it goes on
-        own = resumes and not c.init_from.startswith("auto:")
-        self.model_config = model_config(c, self.meta, None if own else state)
+        # the sizes of a run that begins with given weights are theirs, and still are when the same
+        # command (auto:PATH) goes on with it
+        given = None if resumes and not c.init_from.startswith("auto:") else state
+        self.model_config = model_config(c, self.meta, given)
         self.rows = TokenRows(self.folder / "train.bin", self.meta, c.block_size, c.seed)
         self.val_rows = None
         if c.eval_rows > 0:

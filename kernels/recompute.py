@@ -6,6 +6,7 @@ backward pass, which runs the step again. Kept are the states, which the pool is
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -23,7 +24,7 @@ def recomputing(model: Decoder) -> Decoder:
     return other
 
 
-def states(up, x: Tensor, rows: Rows, cache: Cache, first: int = 0,
+def states(up: Callable, x: Tensor, rows: Rows, cache: Cache | None = None, first: int = 0,
            end: int | None = None) -> list[Tensor]:
     """`Decoder.states`, made by `up`.
 
@@ -32,12 +33,10 @@ def states(up, x: Tensor, rows: Rows, cache: Cache, first: int = 0,
     """
     if not torch.is_grad_enabled() or cache is None:
         return up(x, rows, cache, first, end)
-    before = copied(cache)
-    caches = iter((cache,))
-    return checkpoint(lambda x: up(x, rows, next(caches, None) or copied(before), first, end), x,
-                      use_reentrant=False, preserve_rng_state=False)
+    # not cache.fork(), which of a tape is a new tape
+    caches, before = [cache], Cache.fork(cache)
 
+    def run(x: Tensor) -> list[Tensor]:
+        return up(x, rows, caches.pop() if caches else Cache.fork(before), first, end)
 
-def copied(cache: Cache) -> Cache:
-    """The cache as it is now: what is written to it later, this copy does not see."""
-    return cache.of(list(cache.k), list(cache.v))
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)

@@ -40,7 +40,7 @@ SYSTEMS = {  # configs, and how pictures call them
     "nofeedback16": "no feedback", "lckv16_w4": "LCKV w=4", "lckv16_w7": "LCKV w=7",
     "feedback16": "Feedback", "recurrent16": "Recurrent", "fusedkv16": "FusedKV",
     "fusedkv16_lite": "FusedKV-Lite", "vanilla24": "vanilla, 24 layers"}
-# the last one asks for them: in one pass it is as good as any
+# the last one is not asked for, but needs no iteration and came out first
 THREE_SEEDS = "vanilla16", "wm16", "wm16_k8", "wm16_k1", "fusedkv16_lite"
 THREE_RATES = "vanilla16", "wm16_k8", "nofeedback16"
 GROUPS, NO_GRAD, GRAD = (1, 4, 8, 16), (1, 4, 2), (1, 2)  # the least telling come last
