@@ -82,15 +82,16 @@ def model_config(c: TrainConfig, meta: dict, weights: dict | None = None) -> Mod
     """Sizes from the settings; the vocabulary, from the data set, is padded to a multiple of 64.
 
     With a checkpoint's `weights` to begin with, the sizes are its own. Raises UserError for
-    settings, other than the defaults, that say otherwise, and for what cannot work together.
+    settings that were given and say otherwise, and for what cannot work together.
     """
     names = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(TrainConfig)}
     given = {name: getattr(c, name) for name in names}
     if weights is not None:
         theirs = ModelConfig(**weights["model_config"])
         own = {name: getattr(theirs, name) for name in names}
-        wrong = [f"{name}={value} (there: {own[name]})" for name, value in sorted(given.items())
-                 if name not in SCHEDULE and value not in (own[name], getattr(TrainConfig, name))]
+        wrong = [f"{name}={given[name]} (there: {own[name]})" for name in sorted(names)
+                 if name not in SCHEDULE and given[name] != own[name]
+                 and (name in c.given or given[name] != getattr(TrainConfig, name))]
         if wrong:
             raise UserError(f"{c.init_from} has another model: {', '.join(wrong)}")
         given |= {name: own[name] for name in names
@@ -252,11 +253,11 @@ class Trainer:
         if self.val_rows is None:
             return
         loss = self.validate()
-        best = loss < self.best
-        self.log.validation(self.step, loss, best)
+        best = loss <= self.best  # equal if a run that died before the next line comes back here
         if best:
             self.best = loss
             self.save(best)
+        self.log.validation(self.step, loss, best)
 
     def run(self, signals: Signals | None = None):
         """Train to max_iters, with a checkpoint and an evaluation every eval_interval steps.

@@ -19,6 +19,7 @@ SYSTEMS = "whitematter, vanilla, nofeedback, lckv, feedback, fusedkv, fusedkv_li
 class TrainConfig:
     """Every setting of train.py. The defaults are the paper's main run on one process."""
 
+    given = frozenset()  # names of those that a command line or its file gave: configurator.parse
     out_dir: str = key("out", "folder for ckpt.pt, best.pt and log.csv")
     init_from: str = key("scratch", "scratch, resume (out_dir/ckpt.pt), auto (resume if it is "
                          "there, else scratch), PATH or auto:PATH (scratch, with the weights of a "
@@ -96,10 +97,10 @@ def check(c: TrainConfig, rank: int = 0, world: int = 1):
     if c.gradient_accumulation_steps % world:
         raise UserError(f"gradient_accumulation_steps={c.gradient_accumulation_steps} counts the "
                         f"micro-steps of all processes: no multiple of the {world} processes here")
-    if c.init_from.partition(":")[0] not in ("scratch", "resume", "auto") and not Path(
-            c.init_from).exists():
+    known = c.init_from in ("scratch", "resume", "auto") or c.init_from.startswith("auto:")
+    if c.init_from in ("", "auto:") or not known and not Path(c.init_from).exists():
         raise UserError(f"init_from={c.init_from}: choose scratch, resume, auto, or the path of a "
-                        "checkpoint")
+                        "checkpoint, which auto: may stand before")
     if rank:
         return
     folder = Path(c.out_dir).absolute()

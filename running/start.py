@@ -84,8 +84,11 @@ def restore(trainer, state: dict):
         then = learning_rate(t.step, before)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise damaged(t.path, error) from None
-    if t.c.dataset != before.dataset:  # of which none was seen, and no loss is known
-        t.best, t.rows_seen = math.inf, 0
+    if t.c.dataset != before.dataset:
+        t.rows_seen = 0
+    if any(getattr(t.c, name) != getattr(before, name)
+           for name in ("dataset", "eval_rows", "block_size")):
+        t.best = math.inf  # that loss was one of other validation rows
     changed = [f"{name}={getattr(t.c, name)} (there: {getattr(before, name)})"
                for name in ("dataset", "seed", "block_size")
                if getattr(t.c, name) != getattr(before, name)]

@@ -221,6 +221,13 @@ def test_another_data_set_has_no_best_loss_yet(folder, monkeypatch):
     assert (trainer.step, trainer.best, trainer.rows_seen) == (2, math.inf, 0)
 
 
+@pytest.mark.parametrize("other", [{"eval_rows": 5}, {"block_size": 8}])
+def test_a_loss_on_other_validation_rows_is_not_compared(folder, monkeypatch, other):
+    in_process(folder, monkeypatch, max_iters=2)
+    trainer = make(folder, monkeypatch, init_from="resume", **other)
+    assert (trainer.step, trainer.best, trainer.rows_seen > 0) == (2, math.inf, True)
+
+
 def test_a_run_without_evaluations_goes_on(folder, monkeypatch):
     for max_iters in (2, 4):
         trainer = in_process(folder, monkeypatch, init_from="auto", eval_interval=1, eval_rows=0,
@@ -303,6 +310,14 @@ def test_weights_that_do_not_fit_are_refused(folder, monkeypatch, capsys, change
     meta.write_text(meta.read_text().replace('"eos_id": 256', '"eos_id": 7'))
     refused(arguments(init_from="out", out_dir="b", **change), capsys, *words)
     assert not Path("b").exists()
+
+
+def test_a_default_that_is_given_is_a_wish_too(folder, monkeypatch, capsys):
+    in_process(folder, monkeypatch, max_iters=1, kv="vanilla")
+    own = arguments(init_from="out", out_dir="b", max_iters=1)
+    refused([*own, "--kv=whitematter"], capsys, "kv=whitematter (there: vanilla)")
+    train.main(own)
+    assert load("b/ckpt.pt")["model_config"]["kv"] == "vanilla"
 
 
 # ---- nothing is lost
@@ -463,6 +478,26 @@ def test_the_best_checkpoint_is_kept(folder, monkeypatch):
     assert checkpoint.load_model("out/best.pt")[1]["step"] == 2
     assert sorted(p.name for p in Path("out").iterdir()) == [".lock", "best.pt", "ckpt.pt",
                                                              "log.csv"]
+
+
+@pytest.mark.parametrize("killed", ["save_checkpoint", "keep_copy"])
+def test_a_best_checkpoint_that_a_kill_has_cut_short_is_made_again(folder, monkeypatch, killed):
+    trainer = make(folder, monkeypatch, eval_interval=2, max_iters=2)
+    evaluate = trainer.evaluate
+
+    def dies():
+        monkeypatch.setattr(train, killed, lambda *_: sys.exit("killed"))
+        evaluate()
+
+    trainer.evaluate = dies
+    with pytest.raises(SystemExit, match="killed"):
+        trainer.run()
+    trainer.lock.close()
+    monkeypatch.undo()
+    in_process(folder, monkeypatch, eval_interval=2, max_iters=2, init_from="resume")
+    assert step_of("out/best.pt") == 2
+    with open("out/log.csv", newline="") as f:
+        assert [r["step"] for r in csv.DictReader(f) if r["val_loss"]] == ["2"]
 
 
 # ---- what is refused

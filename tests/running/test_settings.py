@@ -18,6 +18,10 @@ from running.settings import SYSTEMS, TrainConfig, check, learning_rate
     (["--warmup_iters=2", "--lr_decay_iters=2"], ["warmup_iters=2", "lr_decay_iters=2"]),
     (["--out_dir=data/random/meta.json"], ["out_dir", "no folder"]),
     (["--init_from=reusme"], ["init_from=reusme", "scratch, resume, auto, or the path"]),
+    (["--init_from="], ["init_from=", "scratch, resume, auto, or the path"]),
+    (["--init_from=auto:"], ["init_from=auto:", "scratch, resume, auto, or the path"]),
+    (["--init_from=scratch:out"], ["init_from=scratch:out", "scratch, resume, auto, or the path"]),
+    (["--init_from=resume:out"], ["init_from=resume:out", "scratch, resume, auto, or the path"]),
     (["--eval_iters=50"], ["eval_iters is eval_rows now", "not batches"]),
 ])
 def test_settings_that_cannot_work_are_refused(folder, monkeypatch, capsys, args, words):
