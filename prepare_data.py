@@ -357,6 +357,7 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
                 "dtype": tokenizer.dtype.name,
                 "tokens": tokens,
                 "val_digest": digest_of(files["val"]),
+                "input": config.input,
             }
             (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
             publish(folder, out, tokens)
@@ -459,6 +460,8 @@ def main(argv: list[str]) -> None:
         files = find_files(config.input)
         name, documents = dataset_name(config.input, files[0]), Documents(files)
     out_dir = config.out_dir or f"data/{name}"
+    if not config.out_dir:
+        check_free(Path(out_dir), config.input)
     tokenizer = get_tokenizer(config.tokenizer)
     if corpus == "fineweb-edu":
         documents = Documents(download(config, Path(config.shard_dir or f"{out_dir}/shards")))
@@ -491,6 +494,19 @@ def dataset_name(names: str, first: Path) -> str:
     path = path if path.exists() else first.resolve().parent  # a glob goes by its folder
     ending = next((ending for ending in FORMATS if path.name.lower().endswith(ending)), "")
     return path.name[:len(path.name) - len(ending)]
+
+
+def check_free(folder: Path, given: str) -> None:
+    """Raise UserError for a folder that nobody asked for and that has another input's data set."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        of = meta.get("input", given)  # earlier versions did not note it
+    except (OSError, ValueError, AttributeError):  # none, or a damaged one
+        of = given
+    if given and (of != given or folder.name in CORPORA):
+        taken = f"--input={of}" if of and of != given else f"prepare_data.py {folder.name}"
+        raise UserError(f"{folder} is the data set of {taken}, and --input={given} would replace "
+                        f"it; --out_dir=data/NAME gives this one another name")
 
 
 def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,

@@ -75,7 +75,8 @@ def files_under(folder: Path) -> dict[str, bytes]:
 
 def test_files_hold_the_documents_one_eos_each_and_the_meta_data(tmp_path):
     texts = ["one\ntwo", "  naïve – 中文 🙂\r\n", "three"]
-    out = prep(write_jsonl(tmp_path / "a.jsonl", texts), "--val_fraction=0")
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    out = prep(source, "--val_fraction=0")
     assert read_texts(out) == texts
     raw = (out / "train.bin").read_bytes()
     assert raw[:6] == b"o\0n\0e\0"  # little endian, two bytes per token
@@ -87,6 +88,7 @@ def test_files_hold_the_documents_one_eos_each_and_the_meta_data(tmp_path):
         "dtype": "uint16",
         "tokens": {"train": len(raw) // 2, "val": 0, "test": 0},
         "val_digest": "",
+        "input": str(source),
     }
     assert sorted(os.listdir(out)) == ["meta.json", "train.bin"]
 
@@ -502,6 +504,24 @@ def test_a_second_run_replaces_all_of_the_first(tmp_path):
     prep(write_jsonl(tmp_path / "a.jsonl", ["a" * 99] * 100), "--val_fraction=0", "--test_rows=1")
     out = prep(write_jsonl(tmp_path / "a.jsonl", ["b", "c"]))
     assert sorted(os.listdir(out)) == ["meta.json", "train.bin", "val.bin"]
+
+
+@pytest.mark.parametrize("names", [("a/texts", "b/texts.jsonl"), ("python",), ("fineweb-edu.txt",)])
+def test_another_data_set_is_not_replaced_unasked(tmp_path, monkeypatch, names):
+    monkeypatch.chdir(tmp_path)
+    for name in names:
+        folder = tmp_path / name if "." not in name else (tmp_path / name).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        write_jsonl(tmp_path / name if "." in name else folder / "x.jsonl", [name])
+    *first, last = (f"--input={name}" for name in names)
+    for source in [*first, *first]:  # the same input may come again
+        main([source])
+    before = files_under(tmp_path / "data") if first else {}
+    with pytest.raises(UserError, match=f"data/.* is the data set of .*{last}.*--out_dir=data/"):
+        main([last])
+    assert not first or files_under(tmp_path / "data") == before
+    main([last, "--out_dir=data/other"])
+    assert (tmp_path / "data/other/train.bin").exists()
 
 
 # --- the default corpus
