@@ -12,6 +12,7 @@ import pickle
 import re
 import shutil
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -90,14 +91,19 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
         state = torch.load(path, map_location=device, weights_only=True)
         state["model"] = {re.sub(r"^((module|_orig_mod)\.)+", "", name): tensor
                           for name, tensor in state["model"].items()}
-        ModelConfig(**state["model_config"])
+        sizes = dict(state["model_config"])
+        strange = sizes.keys() - {f.name for f in fields(ModelConfig)}
+        if strange:
+            raise UserError(f"{path}: a model with {', '.join(sorted(strange))}, which this version "
+                            "does not have; a changed model, or a later version, wrote it")
+        ModelConfig(**sizes)
         for part, name, kind in (("config", "block_size", int), ("meta", "tokenizer", str),
                                  ("meta", "vocab_size", int)):
             if not isinstance(value := state[part][name], kind):
                 raise TypeError(f"{name}={value!r}")
         state["meta"]["eos_id"]
     except Exception as error:
-        if no_memory(error):
+        if no_memory(error) or isinstance(error, UserError):
             raise
         raise damaged(path, error) from None
     return state

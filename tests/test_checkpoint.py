@@ -85,13 +85,19 @@ def test_wrapper_prefixes_are_stripped_and_unknown_names_refused(state):
         checkpoint.load_model("c.pt")
 
 
+def test_a_setting_of_a_changed_model_is_named(state):
+    torch.save(state | {"model_config": state["model_config"] | {"n_future": 3}}, "b.pt")
+    with pytest.raises(UserError, match="b.pt: a model with n_future, which this version does not"):
+        checkpoint.load_model("b.pt")
+
+
 @pytest.mark.parametrize("part, value, words", [
     ("config", {}, "block_size"), ("meta", {"tokenizer": "bytes"}, "vocab_size"),
     ("config", {"block_size": "16"}, "block_size='16'"),
     ("meta", {"tokenizer": 5, "vocab_size": 257, "eos_id": 256}, "tokenizer=5"),
     ("meta", {"tokenizer": "bytes", "vocab_size": "257", "eos_id": 256}, "vocab_size='257'"),
     ("meta", "x", "TypeError"), ("model_config", {"kv": "foo"}, "kv='foo'"),
-    ("model_config", {"n_future": 3}, "n_future"), ("model_config", [1], "TypeError")])
+    ("model_config", [1], "ValueError|TypeError")])
 def test_what_a_checkpoint_lacks_is_named(state, part, value, words):
     torch.save(state | {part: value}, "b.pt")
     with pytest.raises(UserError, match="b.pt: not a checkpoint of train.py.*" + words):
