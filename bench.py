@@ -173,7 +173,7 @@ class TrainBenchConfig(SystemsConfig):
     compile: bool | None = key(None, "as for train.py")
     kernels: bool = key(True, "as for train.py; false: plain PyTorch")
     recompute: bool = key(False, "as for train.py; of systems that iterate")
-    profile: bool = key(False, "GPU time of a micro-step by kind of kernel")
+    profile: bool = key(False, "time of a micro-step by kind of kernel")
 
 
 def train_command(argv: list[str]):
@@ -208,7 +208,8 @@ def train_command(argv: list[str]):
               f"{gib(r['loss_peak_bytes'])} {r['first_seconds']:8.1f}  {r['runs']}", flush=True)
     for name, r in results.items():
         if r["kernels"]:
-            print(f"\n{name}: GPU time of a micro-step, ms, and number of kernels")
+            where, what = ("GPU", "kernels") if device.startswith("cuda") else ("CPU", "operations")
+            print(f"\n{name}: {where} time of a micro-step, ms, and number of {what}")
             for kind, (ms, count) in r["kernels"].items():
                 print(f"  {kind:24s} {ms:9.2f} {count:7,d}")
     write_json(c.json, {"command": "train", "settings": asdict(c), "peak_flops": peak,

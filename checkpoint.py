@@ -94,8 +94,8 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
         sizes = dict(state["model_config"])
         strange = sizes.keys() - {f.name for f in fields(ModelConfig)}
         if strange:
-            raise UserError(f"{path}: a model with {', '.join(sorted(strange))}, which this version "
-                            "does not have; a changed model, or a later version, wrote it")
+            raise UserError(f"{path}: a model with {', '.join(sorted(strange))}, which this "
+                            "version has not; a changed model, or a later version, wrote it")
         ModelConfig(**sizes)
         for part, name, kind in (("config", "block_size", int), ("meta", "tokenizer", str),
                                  ("meta", "vocab_size", int)):

@@ -118,7 +118,11 @@ class Printer:
 
 
 def read_starts(c: SampleConfig) -> list[str]:
-    """The prompts: of the file `prompts`, or `start`, itself or from its file."""
+    """The prompts: of the file `prompts`, or `start`, itself or from its file. Raises UserError."""
+    sources = [name for name in ("start", "prompts", "interactive")
+               if name in c.given and getattr(c, name) not in (None, False)]
+    if len(sources) > 1:
+        raise UserError(f"{' and '.join(sources)}: prompts come from one of them")
     if c.prompts is not None:
         # not splitlines, which knows a dozen other ends of lines
         starts = read_text(c.prompts, f"prompts={c.prompts}").removesuffix("\n").split("\n")

@@ -230,7 +230,7 @@ def prefill_command(argv: list[str]):
         f"perplexity of {len(x)} rows in {str(counted).removeprefix('torch.')}"
     fast = accelerate(copy.deepcopy(model), dtype, c.compile, graph=c.graph)
     print(f"{c.out_dir or 'random weights and tokens'}: L={model.config.n_layer}, "
-          f"D={model.config.n_embd}, k={model.config.n_channels}, T={T}; {what}\n"
+          f"D={model.config.n_embd}, {model.n_channels} cached channels, T={T}; {what}\n"
           f"times: {machine(device)}, batch {c.batch_size}, {fast}\n")
     batch = x[torch.arange(c.batch_size, device=device) % len(x)]
     results = {"command": "prefill", "settings": asdict(c), "runs": str(fast),

@@ -87,7 +87,7 @@ def test_wrapper_prefixes_are_stripped_and_unknown_names_refused(state):
 
 def test_a_setting_of_a_changed_model_is_named(state):
     torch.save(state | {"model_config": state["model_config"] | {"n_future": 3}}, "b.pt")
-    with pytest.raises(UserError, match="b.pt: a model with n_future, which this version does not"):
+    with pytest.raises(UserError, match="b.pt: a model with n_future, which this version has not"):
         checkpoint.load_model("b.pt")
 
 

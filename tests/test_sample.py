@@ -95,6 +95,13 @@ def test_bad_values(checkpoint, bad):
         sample.main([f"--out_dir={checkpoint}", f"--{bad}"])
 
 
+def test_prompts_come_from_one_place(checkpoint, tmp_path):
+    (tmp_path / "p.txt").write_text("a\nb\n")
+    for both in (["--start=x", f"--prompts={tmp_path / 'p.txt'}"], ["--start=x", "--interactive"]):
+        with pytest.raises(UserError, match="start and .*: prompts come from one of them"):
+            sample.main([f"--out_dir={checkpoint}", *both])
+
+
 def test_choose():
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     u = torch.arange(1000) / 1000

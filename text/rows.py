@@ -62,9 +62,11 @@ def open_tokens(path: Path, meta: dict) -> np.ndarray:
     says."""
     size = path.stat().st_size if path.is_file() else None
     if not size:
+        without = {"val": ", or train without it: --eval_rows=0",
+                   "test": ", or take another one: --split=val"}
         raise UserError(f"{path}: {'no such data file' if size is None else 'it is empty'}; "
                         "prepare the data set with such a split (python prepare_data.py --help)"
-                        + (", or train without it: --eval_rows=0" * (path.stem == "val")))
+                        + without.get(path.stem, ""))
     dtype = np.dtype(meta["dtype"]).newbyteorder("<")
     n, promised = size / dtype.itemsize, meta["tokens"].get(path.stem)
     if n != (int(n) if promised is None else promised):
