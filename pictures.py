@@ -107,7 +107,7 @@ def save(fig, output: str):
 
 @dataclass
 class ConnectionsConfig:
-    output: str = key("docs/connections.png", "the file to write")
+    output: str = key("out/connections.png", "the file to write")
     systems: str = key("vanilla,k6,k3,k1", "names as for bench.py train, a panel each")
     n_layer: int = key(6, "layers")
 
@@ -210,7 +210,7 @@ def connections(c: ConnectionsConfig):
 class CurvesConfig:
     logs: str = key("out", "folders with log.csv, or such files, comma separated; the first is "
                     "what the others are compared with")
-    output: str = key("docs/curves.png", "the file to write")
+    output: str = key("out/curves.png", "the file to write")
     smooth: int | None = key(None, "steps over which the training loss is averaged; None: a "
                              "fiftieth of the run, at least 15; 1: not at all")
     tokens_per_step: int | None = key(None, "where no checkpoint beside the log tells; else the "
@@ -387,7 +387,7 @@ def curves(c: CurvesConfig):
 @dataclass
 class ConvergenceConfig:
     json: str = key("prefill.json", "what python bench.py prefill --json=FILE has written")
-    output: str = key("docs/convergence.png", "the file to write")
+    output: str = key("out/convergence.png", "the file to write")
 
 
 def read_schedules(path: str) -> dict:
@@ -485,7 +485,7 @@ class ConnectomeConfig:
     exact: bool = key(False, "states iterated until converged, not as in training")
     unusual: int = key(10, "so many tokens with the most unusual mixture are printed")
     fibres: int = key(24, "tokens that are drawn, each as one fibre for each connection")
-    output: str = key("docs/connectome.png", "the file to write")
+    output: str = key("out/connectome.png", "the file to write")
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
 
 

@@ -1,9 +1,9 @@
 """
 Every system, and every schedule, on one corpus: `python -m studies.corpus COMMAND --key=value ...`
 
-    python -m studies.corpus systems --dataset=mine      # results/study.json
-    python -m studies.corpus schedules --dataset=mine    # results/schedules.json, Figure 5a
-    python -m studies.corpus plot                        # docs/study.png, docs/schedules.png
+    python -m studies.corpus systems --dataset=mine      # out/study.json
+    python -m studies.corpus schedules --dataset=mine    # out/schedules.json, Figure 5a
+    python -m studies.corpus plot                        # out/study.png, out/schedules.png
 
 A run is train.py over config/short.py, 4,000 steps of 8 x 2,048 tokens, and evaluate.py perplexity
 on all of the test set; for a schedule, half as many steps and the paper's three figures on the
@@ -110,13 +110,13 @@ def schedules(c: CorpusConfig) -> Iterator[Job]:
 
 def systems_command(argv: list[str]):
     """Runs of all systems that have no result yet."""
-    study(argv, CorpusConfig(json="results/study.json"), systems,
+    study(argv, CorpusConfig(json="out/study.json"), systems,
           "python -m studies.corpus systems: perplexity of every system")
 
 
 def schedules_command(argv: list[str]):
     """Runs of all schedules that have no result yet."""
-    study(argv, CorpusConfig(json="results/schedules.json"), schedules,
+    study(argv, CorpusConfig(json="out/schedules.json"), schedules,
           "python -m studies.corpus schedules: the grid of the paper's section \"Iteration "
           "schedules in training\"")
 
@@ -125,9 +125,9 @@ def schedules_command(argv: list[str]):
 
 @dataclass
 class PlotConfig:
-    systems: str = key("results/study.json", "what `systems` has written")
-    schedules: str = key("results/schedules.json", "what `schedules` has written")
-    output: str = key("docs", "folder for study.png and schedules.png")
+    systems: str = key("out/study.json", "what `systems` has written")
+    schedules: str = key("out/schedules.json", "what `schedules` has written")
+    output: str = key("out", "folder for study.png and schedules.png")
 
 
 def by_system(records: list[dict]) -> dict[str, list[float]]:

@@ -38,7 +38,7 @@ class StudyConfig:
     at_once: int = key(1, "runs side by side, all on the same device")
     minutes: float | None = key(None, "time for all; then runs are stopped, to go on later")
     folder: str = key("out/study", "where logs and checkpoints go")
-    json: str = key("results/study.json", "file of results, of one command at a time")
+    json: str = key("out/study.json", "file of results, of one command at a time")
 
 
 def study(argv: list[str], defaults: StudyConfig, make: Callable[..., Iterable[Job]], usage: str):
@@ -47,7 +47,6 @@ def study(argv: list[str], defaults: StudyConfig, make: Callable[..., Iterable[J
     A job that fails, or lacks time, leaves none: then the exit status is 1.
     """
     c = parse(defaults, argv, usage)
-    check(c, "at_once")
     if c.json == "-":
         raise UserError("json=-: a study adds to a file of results")
     if c.minutes is not None and not 0 < c.minutes < math.inf:
@@ -60,6 +59,7 @@ def study(argv: list[str], defaults: StudyConfig, make: Callable[..., Iterable[J
         Path(c.folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"folder={c.folder}: {error.strerror}") from None
+    check(c, "at_once")  # the file's folder is that one's, if nobody says otherwise
     left = run_jobs(jobs, c.json, Path(c.folder), c.at_once, c.minutes)
     if left:
         raise UserError(f"{left} of {len(jobs)} runs have no result yet; the same command goes on")

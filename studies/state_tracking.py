@@ -2,8 +2,8 @@
 How far a state travels from deep layers to shallow ones.
 
     python -m studies.state_tracking train --kv=feedback --schedule=32x0+1 --json=one.json
-    python -m studies.state_tracking all --at_once=8          # results/state_tracking.json
-    python -m studies.state_tracking plot                     # docs/state_tracking.png
+    python -m studies.state_tracking all --at_once=8          # out/state_tracking.json
+    python -m studies.state_tracking plot                     # out/state_tracking.png
 
 A row is T random elements of a group; the target at each position is the product so far. For S5,
 which is not solvable, a Transformer of fixed depth cannot do that for long rows, as each layer adds
@@ -304,7 +304,7 @@ def jobs(c: StudyConfig) -> list[Job]:
 
 def all_command(argv: list[str]):
     """All runs that have no result yet."""
-    study(argv, StudyConfig(folder="out/state_tracking", json="results/state_tracking.json"), jobs,
+    study(argv, StudyConfig(folder="out/state_tracking", json="out/state_tracking.json"), jobs,
           "python -m studies.state_tracking all: every run; what is not ready in time is lost")
 
 
@@ -312,8 +312,8 @@ def all_command(argv: list[str]):
 
 @dataclass
 class PlotConfig:
-    json: str = key("results/state_tracking.json", "what `all` has written")
-    output: str = key("docs/state_tracking.png", "file to write; its ending says in which format")
+    json: str = key("out/state_tracking.json", "what `all` has written")
+    output: str = key("out/state_tracking.png", "file to write; its ending says in which format")
 
 
 def plot_command(argv: list[str]):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from runs import ROOT
 
 import evaluate
 from configurator import UserError, parse
@@ -55,7 +56,7 @@ def test_a_record_has_the_scores_and_every_validation_loss(tmp_path):
 
 def test_results_of_another_data_set_are_not_mixed_in():
     with pytest.raises(UserError, match="it has results of dataset=corpus, and takes none of mine"):
-        corpus.systems_command(["--dataset=mine", "--list"])
+        corpus.systems_command(["--dataset=mine", "--list", f"--json={ROOT}/results/study.json"])
 
 
 def test_other_rates_are_no_seeds():
@@ -77,6 +78,7 @@ def test_pictures_are_drawn_from_the_results(tmp_path):
                  jacobi={"passes_to_best": None if g == 1 else 9})
             for g in corpus.GROUPS for n in corpus.NO_GRAD for m in corpus.GRAD]
     (tmp_path / "schedules.json").write_text(json.dumps({"runs": runs}))
-    corpus.plot_command([f"--schedules={tmp_path}/schedules.json", f"--output={tmp_path}"])
+    corpus.plot_command([f"--systems={ROOT}/results/study.json", f"--output={tmp_path}",
+                         f"--schedules={tmp_path}/schedules.json"])
     assert (tmp_path / "study.png").stat().st_size > 10_000
     assert (tmp_path / "schedules.png").stat().st_size > 10_000
