@@ -51,15 +51,16 @@ def study(argv: list[str], defaults: StudyConfig, make: Callable[..., Iterable[J
         raise UserError("json=-: a study adds to a file of results")
     if c.minutes is not None and not 0 < c.minutes < math.inf:
         raise UserError(f"minutes={c.minutes}: more than 0 are needed; None sets no limit")
+    if not c.list:
+        try:  # the file's folder is this one's, if nobody says otherwise
+            Path(c.folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"folder={c.folder}: {error.strerror}") from None
+        check(c, "at_once")
     jobs = chosen(make(c), c.only, c.json)
     if c.list or not jobs:
         print("\n".join(job.name for job in jobs) or f"{c.json}: nothing left to do")
         return
-    try:
-        Path(c.folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"folder={c.folder}: {error.strerror}") from None
-    check(c, "at_once")  # the file's folder is that one's, if nobody says otherwise
     left = run_jobs(jobs, c.json, Path(c.folder), c.at_once, c.minutes)
     if left:
         raise UserError(f"{left} of {len(jobs)} runs have no result yet; the same command goes on")
