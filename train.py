@@ -78,11 +78,12 @@ def make_optimizer_step(fast: Fast, optimizers: list[torch.optim.Optimizer]):
 
 # ---- the model and where it begins
 
-def model_config(c: TrainConfig, meta: dict, weights: dict | None = None) -> ModelConfig:
+def model_config(c: TrainConfig, meta: dict, weights: dict | None = None,
+                 path: str | Path = "") -> ModelConfig:
     """Sizes from the settings; the vocabulary, from the data set, is padded to a multiple of 64.
 
-    With a checkpoint's `weights` to begin with, the sizes are its own. Raises UserError for
-    settings that were given and say otherwise, and for what cannot work together.
+    With a checkpoint's `weights`, from `path`, to begin with, the sizes are its own. Raises
+    UserError for settings that were given and say otherwise, and for what cannot work together.
     """
     names = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(TrainConfig)}
     given = {name: getattr(c, name) for name in names}
@@ -93,7 +94,7 @@ def model_config(c: TrainConfig, meta: dict, weights: dict | None = None) -> Mod
                  if name not in SCHEDULE and given[name] != own[name]
                  and (name in c.given or given[name] != getattr(TrainConfig, name))]
         if wrong:
-            raise UserError(f"{c.init_from} has another model: {', '.join(wrong)}")
+            raise UserError(f"{path} has another model: {', '.join(wrong)}")
         given |= {name: own[name] for name in names
                   if name not in SCHEDULE or given[name] is None}
     try:
@@ -129,7 +130,8 @@ class Trainer:
         # the sizes of a run that begins with given weights are theirs, and still are when the same
         # command (auto:PATH) goes on with it
         given = None if resumes and not c.init_from.startswith("auto:") else state
-        self.model_config = model_config(c, self.meta, given)
+        source = self.path if resumes else c.init_from.removeprefix("auto:")
+        self.model_config = model_config(c, self.meta, given, source)
         self.rows = TokenRows(self.folder / "train.bin", self.meta, c.block_size, c.seed)
         self.val_rows = None
         if c.eval_rows > 0:
@@ -145,7 +147,7 @@ class Trainer:
         if resumes:
             restore(self, state)
         elif state is not None:
-            load_weights(self.model, state, c.init_from)
+            load_weights(self.model, state, source)
         if processes.largest(self.step) != self.step:
             raise UserError(f"{self.path}: step {self.step} here, another process found a later "
                             "one: out_dir must be a folder that all nodes share")

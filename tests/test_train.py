@@ -289,6 +289,9 @@ def test_a_new_run_may_begin_with_the_weights_of_another(folder, monkeypatch):
     assert losses("tuned/log.csv")[0] < losses("base/log.csv")[0]
     again = make(folder, monkeypatch, out_dir="tuned", init_from="auto:given.pt", **sizes)
     assert again.step == 3 and again.model_config == trainer.model_config
+    again.lock.close()
+    with pytest.raises(UserError, match="^tuned/ckpt.pt has another model: n_layer=3"):
+        make(folder, monkeypatch, out_dir="tuned", init_from="auto:given.pt", n_layer=3)
 
 
 def test_weights_alone_do_not_resume(folder, monkeypatch, capsys):
