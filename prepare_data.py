@@ -503,8 +503,9 @@ def check_free(folder: Path, given: str) -> None:
         of = meta.get("input", given)  # earlier versions did not note it
     except (OSError, ValueError, AttributeError):  # none, or a damaged one
         of = given
-    if given and (of != given or folder.name in CORPORA):
-        taken = f"--input={of}" if of and of != given else f"prepare_data.py {folder.name}"
+    ours, theirs = ([os.path.abspath(p) for p in text.split(",")] for text in (given, of))
+    if given and (ours != theirs or folder.name in CORPORA):
+        taken = f"--input={of}" if of and ours != theirs else f"prepare_data.py {folder.name}"
         raise UserError(f"{folder} is the data set of {taken}, and --input={given} would replace "
                         f"it; --out_dir=data/NAME gives this one another name")
 

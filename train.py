@@ -255,7 +255,8 @@ class Trainer:
         if self.val_rows is None:
             return
         loss = self.validate()
-        best = loss <= self.best  # equal if a run that died before the next line comes back here
+        # equal if a run that died before its log had this row comes back here
+        best = loss <= self.best and math.isfinite(loss)
         if best:
             self.best = loss
             self.save(best)

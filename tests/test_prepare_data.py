@@ -514,7 +514,7 @@ def test_another_data_set_is_not_replaced_unasked(tmp_path, monkeypatch, names):
         folder.mkdir(parents=True, exist_ok=True)
         write_jsonl(tmp_path / name if "." in name else folder / "x.jsonl", [name])
     *first, last = (f"--input={name}" for name in names)
-    for source in [*first, *first]:  # the same input may come again
+    for source in [*first, *(f"--input={tmp_path / name}" for name in names[:-1])]:  # again
         main([source])
     before = files_under(tmp_path / "data") if first else {}
     with pytest.raises(UserError, match=f"data/.* is the data set of .*{last}.*--out_dir=data/"):
