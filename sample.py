@@ -21,17 +21,7 @@ import codecs
 import sys
 from dataclasses import dataclass
 
-# before torch, which reads what it tells OpenMP
 from configurator import UserError, at_least, key, parse, read_text, run
-
-# isort: split
-from checkpoint import load_model
-from decoding import SOLVERS, TOLERANCE, Stats, check_choice, generate
-from kernels import accelerate
-from model import Decoder
-from running.devices import pick_device, pick_dtype
-from solvers import evaluation_schedule
-from text.tokenizer import Tokenizer, tokenizer_of
 
 
 @dataclass
@@ -57,6 +47,18 @@ class SampleConfig:
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
     dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16")
 
+
+# torch takes seconds to import: a mistake in the settings is said before
+if __name__ == "__main__":
+    run(lambda argv: parse(SampleConfig(), argv, __doc__))
+
+from checkpoint import load_model
+from decoding import SOLVERS, TOLERANCE, Stats, check_choice, generate
+from kernels import accelerate
+from model import Decoder
+from running.devices import pick_device, pick_dtype
+from solvers import evaluation_schedule
+from text.tokenizer import Tokenizer, tokenizer_of
 
 # ---- text
 

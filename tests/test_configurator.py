@@ -186,3 +186,16 @@ def test_threads_do_not_spin_for_long_unless_the_user_says_so():
         rest = lines[lines.index("configurator"):]  # none of whose modules is imported before
         assert all(module.partition(".")[0] in sys.stdlib_module_names | {"__future__"}
                    for module in lines if module not in rest), name
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "prepare_data.py"])
+def test_help_and_a_misspelt_setting_need_no_torch(tmp_path, script):
+    """Whose import takes seconds."""
+    (tmp_path / "torch.py").write_text("raise ImportError('not needed')\n")
+    for argv, status in ((["--help"], 0), (["--ouut_dir=x"], 1)):
+        result = subprocess.run([sys.executable, str(ROOT / script), *argv], check=False,
+                                capture_output=True, text=True, timeout=60, cwd=tmp_path,
+                                env={**os.environ, "PYTHONPATH": str(tmp_path)})
+        assert result.returncode == status, result.stderr
+        said = "did you mean out_dir" if status else "--out_dir="
+        assert said in result.stdout + result.stderr
