@@ -7,6 +7,7 @@ loaded is looked at first, so that a damaged one, or one of another version, is 
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import re
@@ -57,6 +58,16 @@ def keep_copy(path: Path, copy: Path):
         temporary.unlink(missing_ok=True)
 
 
+def set_aside(path: Path):
+    """Give a file, if it is there, the first free one of the names best-1.pt, best-2.pt, ..."""
+    names = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(1))
+    if path.exists():
+        try:
+            os.replace(path, next(name for name in names if not name.exists()))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be set aside ({error.strerror})") from None
+
+
 def keep_previous(folder: Path) -> Path | None:
     """Move a run's files to a new folder in theirs, previous, previous-2, ...; None if there is no
     run. Nothing is ever overwritten."""
@@ -68,7 +79,8 @@ def keep_previous(folder: Path) -> Path | None:
     try:
         previous.mkdir()
         # the last one is what a run goes on from: it stays until all else has been moved
-        for name in ("log.csv", "tokenizer", "best.pt", "ckpt.pt"):
+        others = sorted(path.name for path in folder.glob("best-*.pt"))
+        for name in ("log.csv", "tokenizer", *others, "best.pt", "ckpt.pt"):
             if (folder / name).exists():
                 os.replace(folder / name, previous / name)
     except OSError as error:

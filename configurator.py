@@ -210,7 +210,7 @@ def run_command(commands: dict, argv: list[str], usage: str):
 
 def parse(defaults, argv: list[str], usage: str):
     """Return a copy of the dataclass `defaults` with the config file and overrides of argv, whose
-    keys are its attribute `given`.
+    keys its attribute `given` has, with True for those of argv itself.
 
     `usage` is the text that --help prints above the list of keys. Raises UserError.
     """
@@ -238,7 +238,7 @@ def parse(defaults, argv: list[str], usage: str):
                 None, from_files.get(owner, getattr(defaults, owner))):
             from_files.pop(f.name, None)
     session.settings = dataclasses.replace(defaults, **(from_files | overrides))
-    session.settings.given = from_files.keys() | overrides.keys()
+    session.settings.given = dict.fromkeys(from_files, False) | dict.fromkeys(overrides, True)
     return session.settings
 
 

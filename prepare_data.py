@@ -37,7 +37,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -76,8 +76,7 @@ class PrepareConfig:
 
 
 PAPER = PrepareConfig(
-    tokenizer="qwen3", out_dir="data/fineweb-edu", min_chars=100, val_fraction=0, val_rows=1000,
-    test_rows=5000,
+    tokenizer="qwen3", min_chars=100, val_fraction=0, val_rows=1000, test_rows=5000,
 )
 CORPORA = {"python": PrepareConfig(), "fineweb-edu": PAPER}
 
@@ -497,17 +496,22 @@ def dataset_name(names: str, first: Path) -> str:
 
 
 def check_free(folder: Path, given: str) -> None:
-    """Raise UserError for a folder that nobody asked for and that has another input's data set."""
-    try:
+    """Raise UserError for a folder that nobody asked for, if it has the data set of another input,
+    or the name of a corpus that is none."""
+    def files(text: str) -> list[str]:
+        return [os.path.realpath(part) for part in text.split(",") if part]
+
+    of = given  # if nothing is there, or an earlier version did not note it
+    with suppress(OSError, ValueError, AttributeError):
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        of = meta.get("input", given)  # earlier versions did not note it
-    except (OSError, ValueError, AttributeError):  # none, or a damaged one
-        of = given
-    ours, theirs = ([os.path.abspath(p) for p in text.split(",")] for text in (given, of))
-    if given and (ours != theirs or folder.name in CORPORA):
-        taken = f"--input={of}" if of and ours != theirs else f"prepare_data.py {folder.name}"
-        raise UserError(f"{folder} is the data set of {taken}, and --input={given} would replace "
-                        f"it; --out_dir=data/NAME gives this one another name")
+        of = meta.get("input", given)
+    advice = f"--out_dir=data/NAME gives it another name, --out_dir={folder} means this one"
+    if files(of) != files(given):
+        raise UserError(f"{folder} has the data set of {f'--input={of}' if of else 'a corpus'}, "
+                        f"not of {f'--input={given}' if given else 'this corpus'}; {advice}")
+    if given and folder.name in CORPORA:
+        raise UserError(f"--input={given}: {folder} is where the corpus {folder.name} belongs; "
+                        f"{advice}")
 
 
 def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,

@@ -122,16 +122,16 @@ class Printer:
 def read_starts(c: SampleConfig) -> list[str]:
     """The prompts: of the file `prompts`, or `start`, itself or from its file. Raises UserError."""
     sources = [name for name in ("start", "prompts", "interactive")
-               if name in c.given and getattr(c, name) not in (None, False)]
+               if c.given.get(name) and getattr(c, name) not in (None, False)]
     if len(sources) > 1:
         raise UserError(f"{' and '.join(sources)}: prompts come from one of them")
     if c.prompts is not None:
         # not splitlines, which knows a dozen other ends of lines
-        starts = read_text(c.prompts, f"prompts={c.prompts}").removesuffix("\n").split("\n")
-        if starts == [""]:
+        text = read_text(c.prompts, f"prompts={c.prompts}")
+        if not text:
             raise UserError(f"prompts={c.prompts}: this file is empty, a prompt on each line is "
                             "needed")
-        return starts
+        return text.removesuffix("\n").split("\n")
     if c.start.startswith("FILE:"):
         return [read_text(c.start[5:], f"start={c.start}")]
     return [c.start]

@@ -7,11 +7,11 @@ Train a model of any system: on one CPU, one GPU, or several with torchrun.
     python train.py config/wm16.py --init_from=auto              # for a queue that starts it again
     python train.py config/tiny.py --init_from=out/tiny --dataset=mine --out_dir=out/tuned
 
-A step reads the same tokens whatever the number of processes and accumulation steps. Each
-process clips its gradient before the all-reduce, as the paper does. `out_dir` holds ckpt.pt, all
-that a resumed run needs, best.pt, the one of them with the lowest validation loss, and log.csv, a
-row per step. SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 and SIGUSR2 finish the step, save, and exit
-with 128 + the signal's number.
+A step reads the same tokens whatever the number of processes and accumulation steps. Each process
+clips its gradient before the all-reduce, as the paper does. `out_dir` holds ckpt.pt, all that a
+resumed run needs, best.pt, the one of them with the lowest validation loss (on other rows before:
+best-1.pt, ...), and log.csv, a row per step. SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 and SIGUSR2
+finish the step, save, and exit with 128 + the signal's number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from baselines import build
-from checkpoint import keep_copy, load_weights, save_checkpoint
+from checkpoint import keep_copy, load_weights, save_checkpoint, set_aside
 from kernels import Fast, accelerate
 from measure.flops import flops_per_token, peak_flops
 from model import ModelConfig
@@ -127,15 +127,13 @@ class Trainer:
         self.folder, self.meta = load_meta(c.dataset)
         if state is not None:
             check_data(c, self.meta, state)
-        # the sizes of a run that begins with given weights are theirs, and still are when the same
-        # command (auto:PATH) goes on with it
-        given = None if resumes and not c.init_from.startswith("auto:") else state
         source = self.path if resumes else c.init_from.removeprefix("auto:")
-        self.model_config = model_config(c, self.meta, given, source)
+        self.model_config = model_config(c, self.meta, state, source)
         self.rows = TokenRows(self.folder / "train.bin", self.meta, c.block_size, c.seed)
-        self.val_rows = None
+        self.val_rows, self.val_id = None, None
         if c.eval_rows > 0:
             self.val_rows = TokenRows(self.folder / "val.bin", self.meta, c.block_size, None)
+            self.val_id = self.identify(c, self.meta)
             for _ in self.val_batches("cpu"):  # a bad id is met before the first step
                 pass
         processes.start(self.device)
@@ -143,7 +141,8 @@ class Trainer:
         self.model = build(self.model_config).to(self.device)
         self.flat = flat_gradient(self.model)
         self.optimizers = make_optimizers(self.model, c)
-        self.step, self.best, self.rows_seen, self.saved = 0, math.inf, 0, 0
+        self.step, self.rows_seen, self.saved = 0, 0, 0
+        self.best, self.best_id = math.inf, self.val_id  # the loss, and the rows that it is of
         if resumes:
             restore(self, state)
         elif state is not None:
@@ -171,14 +170,19 @@ class Trainer:
         self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, share, p, c,
                        wandb)
 
+    def identify(self, c: TrainConfig, meta: dict) -> list:
+        """The rows that an evaluation is of; losses of others cannot be compared with it."""
+        return [c.dataset, meta.get("val_digest"), c.block_size,
+                min(c.eval_rows, self.val_rows.n_rows)]
+
     def val_batches(self, device: str, rank: int = 0, world: int = 1) -> Iterator[tuple]:
         """One process's batches of the first eval_rows rows (or all)."""
         c, n_rows = self.c, min(self.c.eval_rows, self.val_rows.n_rows)
         for n in range(rank * c.batch_size, n_rows, world * c.batch_size):
             yield self.val_rows.batch(n, min(c.batch_size, n_rows - n), device)
 
-    def state(self) -> dict:
-        """What a checkpoint holds."""
+    def state(self, best: bool = False) -> dict:
+        """What a checkpoint holds; `best`: it has the best loss."""
         optimizers = [o.state_dict() for o in self.optimizers]
         for group in (g for o in optimizers for g in o["param_groups"]):
             group["lr"] = float(group["lr"])
@@ -186,6 +190,7 @@ class Trainer:
         return {"model": self.model.state_dict(), "model_config": asdict(self.model_config),
                 "optimizers": optimizers, "meta": self.meta, "config": asdict(self.c),
                 "step": self.step, "rows_seen": self.rows_seen, "best_val_loss": self.best,
+                "best_id": self.best_id, "is_best": best,
                 "rng": torch.get_rng_state(), "wandb": wandb}
 
     def save(self, best: bool = False):
@@ -198,7 +203,7 @@ class Trainer:
             if self.log.is_new and not self.log.begun:
                 raise UserError(f"{self.log.path}: cannot be written; what was there before is as "
                                 "it was")
-            save_checkpoint(self.path, self.state())
+            save_checkpoint(self.path, self.state(best))
             if best:
                 keep_copy(self.path, self.path.with_name("best.pt"))
             copy_tokenizer(self.meta, self.folder, self.path.parent)
@@ -255,10 +260,12 @@ class Trainer:
         if self.val_rows is None:
             return
         loss = self.validate()
-        # equal if a run that died before its log had this row comes back here
-        best = loss <= self.best and math.isfinite(loss)
+        known = self.best_id == self.val_id
+        best = loss < (self.best if known else math.inf)
         if best:
-            self.best = loss
+            if not known and self.processes.rank == 0:
+                set_aside(self.path.with_name("best.pt"))
+            self.best, self.best_id = loss, self.val_id
             self.save(best)
         self.log.validation(self.step, loss, best)
 

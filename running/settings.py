@@ -19,7 +19,7 @@ SYSTEMS = "whitematter, vanilla, nofeedback, lckv, feedback, fusedkv, fusedkv_li
 class TrainConfig:
     """Every setting of train.py. The defaults are the paper's main run on one process."""
 
-    given = frozenset()  # names of those that a command line or its file gave: configurator.parse
+    given = {}  # names of those that a command line or its file gave: configurator.parse
     out_dir: str = key("out", "folder for ckpt.pt, best.pt and log.csv")
     init_from: str = key("scratch", "scratch, resume (out_dir/ckpt.pt), auto (resume if it is "
                          "there, else scratch), PATH or auto:PATH (scratch, with the weights of a "

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import damaged, load_checkpoint, load_weights
+from checkpoint import damaged, keep_copy, load_checkpoint, load_weights
 from configurator import UserError, ranks
 from model import ModelConfig
 from running.settings import SCHEDULE, TrainConfig, learning_rate
@@ -30,8 +30,7 @@ def starting_point(c: TrainConfig) -> tuple[dict | None, bool]:
 def check_data(c: TrainConfig, meta: dict, state: dict):
     """Raise UserError if a checkpoint reads other ids than the data set has.
 
-    Where the data set of that name has other text by now, it says so; and of another val.bin no
-    loss is the best yet in `state`.
+    Where the data set of that name has other text by now, it says so.
     """
     theirs = state["meta"]
     if said := other_ids(meta, theirs):
@@ -47,8 +46,7 @@ def check_data(c: TrainConfig, meta: dict, state: dict):
         changed.append(f"train.bin of {now:,} tokens (there: {then:,}), and so other rows")
     now, then = meta.get("val_digest"), theirs.get("val_digest")
     if None not in (now, then) and now != then:
-        changed.append("another val.bin, for which the best loss starts anew")
-        state["best_val_loss"] = math.inf
+        changed.append("another val.bin")
     if changed and ranks()[0] == 0:
         print(f"note: data/{c.dataset} was prepared again: {'; '.join(changed)}", flush=True)
 
@@ -86,9 +84,14 @@ def restore(trainer, state: dict):
         raise damaged(t.path, error) from None
     if t.c.dataset != before.dataset:
         t.rows_seen = 0
-    if any(getattr(t.c, name) != getattr(before, name)
-           for name in ("dataset", "eval_rows", "block_size")):
-        t.best = math.inf  # that loss was one of other validation rows
+    if state.get("is_best") and t.processes.rank == 0:  # it may have died before this was done
+        keep_copy(t.path, t.path.with_name("best.pt"))
+    t.best_id = state.get("best_id")
+    if t.val_rows is not None:
+        t.best_id = t.best_id or t.identify(before, state["meta"])  # earlier versions had none
+        if t.best_id != t.val_id and t.best < math.inf:
+            t.processes.print("note: the best loss so far was one of other validation rows; it "
+                              "starts anew, and best.pt will be kept under another name")
     changed = [f"{name}={getattr(t.c, name)} (there: {getattr(before, name)})"
                for name in ("dataset", "seed", "block_size")
                if getattr(t.c, name) != getattr(before, name)]

@@ -52,8 +52,10 @@ def study(argv: list[str], defaults: StudyConfig, make: Callable[..., Iterable[J
     if c.minutes is not None and not 0 < c.minutes < math.inf:
         raise UserError(f"minutes={c.minutes}: more than 0 are needed; None sets no limit")
     if not c.list:
-        try:  # the file's folder is this one's, if nobody says otherwise
+        try:
             Path(c.folder).mkdir(parents=True, exist_ok=True)
+            if c.json == defaults.json:
+                Path(c.json).parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"folder={c.folder}: {error.strerror}") from None
         check(c, "at_once")

@@ -506,22 +506,33 @@ def test_a_second_run_replaces_all_of_the_first(tmp_path):
     assert sorted(os.listdir(out)) == ["meta.json", "train.bin", "val.bin"]
 
 
-@pytest.mark.parametrize("names", [("a/texts", "b/texts.jsonl"), ("python",), ("fineweb-edu.txt",)])
-def test_another_data_set_is_not_replaced_unasked(tmp_path, monkeypatch, names):
+def test_another_data_set_is_not_replaced_unasked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in names:
-        folder = tmp_path / name if "." not in name else (tmp_path / name).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        write_jsonl(tmp_path / name if "." in name else folder / "x.jsonl", [name])
-    *first, last = (f"--input={name}" for name in names)
-    for source in [*first, *(f"--input={tmp_path / name}" for name in names[:-1])]:  # again
-        main([source])
-    before = files_under(tmp_path / "data") if first else {}
-    with pytest.raises(UserError, match=f"data/.* is the data set of .*{last}.*--out_dir=data/"):
-        main([last])
-    assert not first or files_under(tmp_path / "data") == before
-    main([last, "--out_dir=data/other"])
-    assert (tmp_path / "data/other/train.bin").exists()
+    for name in ("a/texts", "b"):
+        (tmp_path / name).mkdir(parents=True)
+        write_jsonl(tmp_path / name / "texts.jsonl", [name])
+    (tmp_path / "link").symlink_to("a")
+    for same in ("a/texts", "./a/texts/", "a/texts,", f"{tmp_path}/a/texts", "link/texts"):
+        main([f"--input={same}"])
+    before = files_under(tmp_path / "data")
+    with pytest.raises(UserError, match="data/texts has the data set of --input=link/texts, not of "
+                                        "--input=b/texts.jsonl; --out_dir=data/NAME gives it"):
+        main(["--input=b/texts.jsonl"])
+    assert files_under(tmp_path / "data") == before
+    main(["--input=b/texts.jsonl", "--out_dir=data/texts"])
+    assert read_texts(tmp_path / "data/texts") == ["b"]
+
+
+@pytest.mark.parametrize("name", ["python", "fineweb-edu"])
+def test_the_folders_of_the_corpora_are_theirs(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / f"{name}.jsonl", ["mine"])
+    with pytest.raises(UserError, match=f"data/{name} is where the corpus {name} belongs"):
+        main([f"--input={name}.jsonl"])
+    assert not (tmp_path / "data").exists()
+    main([f"--input={name}.jsonl", f"--out_dir=data/{name}"])
+    with pytest.raises(UserError, match=f"data set of --input={name}.jsonl, not of this corpus"):
+        main([name])
 
 
 # --- the default corpus

@@ -214,18 +214,38 @@ def test_a_resumed_run_goes_by_its_own_settings_and_says_so(folder, monkeypatch,
     assert "max_iters=20, there: 2" in said
 
 
-def test_another_data_set_has_no_best_loss_yet(folder, monkeypatch):
-    in_process(folder, monkeypatch, max_iters=2)
+def best_of(path) -> tuple[int, float]:
+    state = load(path)
+    return state["step"], state["best_val_loss"]
+
+
+@pytest.mark.parametrize("other", [{"dataset": "other"}, {"eval_rows": 5}, {"block_size": 8}])
+def test_losses_on_other_validation_rows_are_not_compared(folder, monkeypatch, capsys, other):
+    """And the best checkpoint on the first ones is kept."""
+    run = dict(eval_interval=1, init_from="auto")
     shutil.copytree(folder / "data" / TINY["dataset"], folder / "data/other")
-    trainer = make(folder, monkeypatch, dataset="other", init_from="resume")
-    assert (trainer.step, trainer.best, trainer.rows_seen) == (2, math.inf, 0)
+    in_process(folder, monkeypatch, max_iters=1, **run)
+    first = best_of("out/best.pt")
+    trainer = make(folder, monkeypatch, max_iters=3, **run | other)
+    assert "note: the best loss so far was one of other validation rows" in capsys.readouterr().out
+    assert trainer.rows_seen == (0 if "dataset" in other else TINY["batch_size"])
+    trainer.validate = iter((math.nan, 98.0)).__next__
+    trainer.run()
+    assert best_of("out/best.pt") == (3, 98.0) and best_of("out/best-1.pt") == first
+    in_process(folder, monkeypatch, max_iters=3, **run | other)
+    assert "other validation rows" not in capsys.readouterr().out
+    in_process(folder, monkeypatch, max_iters=1, **run | {"init_from": "scratch"})
+    assert sorted(p.name for p in Path("out/previous").glob("best*")) == ["best-1.pt", "best.pt"]
 
 
-@pytest.mark.parametrize("other", [{"eval_rows": 5}, {"block_size": 8}])
-def test_a_loss_on_other_validation_rows_is_not_compared(folder, monkeypatch, other):
-    in_process(folder, monkeypatch, max_iters=2)
-    trainer = make(folder, monkeypatch, init_from="resume", **other)
-    assert (trainer.step, trainer.best, trainer.rows_seen > 0) == (2, math.inf, True)
+def test_a_best_loss_outlives_a_run_without_evaluations(folder, monkeypatch, capsys):
+    run = dict(eval_interval=1, init_from="auto")
+    for max_iters, eval_rows in ((1, 1000), (2, 0), (3, 2000)):  # more than there are: all of them
+        trainer = make(folder, monkeypatch, max_iters=max_iters, eval_rows=eval_rows, **run)
+        trainer.validate = lambda max_iters=max_iters: float(max_iters)
+        trainer.run()
+    assert best_of("out/best.pt") == (1, 1.0) and best_of("out/ckpt.pt") == (3, 1.0)
+    assert "other validation rows" not in capsys.readouterr().out
 
 
 def test_a_run_without_evaluations_goes_on(folder, monkeypatch):
@@ -321,6 +341,16 @@ def test_a_default_that_is_given_is_a_wish_too(folder, monkeypatch, capsys):
     refused([*own, "--kv=whitematter"], capsys, "kv=whitematter (there: vanilla)")
     train.main(own)
     assert load("b/ckpt.pt")["model_config"]["kv"] == "vanilla"
+
+
+def test_a_resumed_run_needs_no_sizes_and_goes_on_by_its_schedule(folder, monkeypatch, capsys):
+    """As a signal's message says: --init_from=resume goes on."""
+    in_process(folder, monkeypatch, max_iters=1, n_grad=1)
+    short = [a for a in arguments(init_from="resume", max_iters=2)
+             if not a.startswith(("--n_", "--head_dim", "--router"))]
+    train.main(short)
+    assert load("out/ckpt.pt")["step"] == 2 and "n_grad" not in capsys.readouterr().out
+    refused([*short, "--n_layer=16"], capsys, "out/ckpt.pt has another model", "n_layer=16")
 
 
 # ---- nothing is lost
@@ -483,8 +513,10 @@ def test_the_best_checkpoint_is_kept(folder, monkeypatch):
                                                              "log.csv"]
 
 
-@pytest.mark.parametrize("killed", ["save_checkpoint", "keep_copy"])
-def test_a_best_checkpoint_that_a_kill_has_cut_short_is_made_again(folder, monkeypatch, killed):
+@pytest.mark.parametrize("killed, when", [("save_checkpoint", 2), ("keep_copy", 0)])
+def test_a_best_checkpoint_that_a_kill_has_cut_short_is_made_again(folder, monkeypatch, killed,
+                                                                   when):
+    """Whether or not the resumed run evaluates at that step again."""
     trainer = make(folder, monkeypatch, eval_interval=2, max_iters=2)
     evaluate = trainer.evaluate
 
@@ -497,10 +529,12 @@ def test_a_best_checkpoint_that_a_kill_has_cut_short_is_made_again(folder, monke
         trainer.run()
     trainer.lock.close()
     monkeypatch.undo()
-    in_process(folder, monkeypatch, eval_interval=2, max_iters=2, init_from="resume")
+    in_process(folder, monkeypatch, eval_interval=when or 50, max_iters=2 if when else 3,
+               eval_rows=TINY["eval_rows"] if when else 0, init_from="resume")
     assert step_of("out/best.pt") == 2
-    with open("out/log.csv", newline="") as f:
-        assert [r["step"] for r in csv.DictReader(f) if r["val_loss"]] == ["2"]
+    if when:
+        with open("out/log.csv", newline="") as f:
+            assert [r["step"] for r in csv.DictReader(f) if r["val_loss"]] == ["2"]
 
 
 # ---- what is refused
