@@ -58,12 +58,17 @@ def keep_copy(path: Path, copy: Path):
         temporary.unlink(missing_ok=True)
 
 
+def free(path: Path) -> Path:
+    """The path, or the first of path-2, path-3, ..., where nothing is yet."""
+    names = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2))
+    return next(name for name in itertools.chain([path], names) if not name.exists())
+
+
 def set_aside(path: Path):
-    """Give a file, if it is there, the first free one of the names best-1.pt, best-2.pt, ..."""
-    names = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(1))
+    """Rename best.pt, if it is there, to best-previous.pt, best-previous-2.pt, ..."""
     if path.exists():
         try:
-            os.replace(path, next(name for name in names if not name.exists()))
+            os.replace(path, free(path.with_stem(f"{path.stem}-previous")))
         except OSError as error:
             raise UserError(f"{path}: cannot be set aside ({error.strerror})") from None
 
@@ -73,13 +78,11 @@ def keep_previous(folder: Path) -> Path | None:
     run. Nothing is ever overwritten."""
     if not any((folder / name).exists() for name in ("ckpt.pt", "best.pt")):
         return None
-    n = 1
-    while (previous := folder / (f"previous-{n}" if n > 1 else "previous")).exists():
-        n += 1
+    previous = free(folder / "previous")
     try:
         previous.mkdir()
         # the last one is what a run goes on from: it stays until all else has been moved
-        others = sorted(path.name for path in folder.glob("best-*.pt"))
+        others = sorted(path.name for path in folder.glob("best-previous*.pt"))
         for name in ("log.csv", "tokenizer", *others, "best.pt", "ckpt.pt"):
             if (folder / name).exists():
                 os.replace(folder / name, previous / name)

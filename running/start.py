@@ -91,7 +91,7 @@ def restore(trainer, state: dict):
         t.best_id = t.best_id or t.identify(before, state["meta"])  # earlier versions had none
         if t.best_id != t.val_id and t.best < math.inf:
             t.processes.print("note: the best loss so far was one of other validation rows; it "
-                              "starts anew, and best.pt will be kept under another name")
+                              "starts anew, and best.pt will be kept as best-previous.pt")
     changed = [f"{name}={getattr(t.c, name)} (there: {getattr(before, name)})"
                for name in ("dataset", "seed", "block_size")
                if getattr(t.c, name) != getattr(before, name)]

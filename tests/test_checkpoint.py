@@ -97,7 +97,7 @@ def test_a_setting_of_a_changed_model_is_named(state):
     ("meta", {"tokenizer": 5, "vocab_size": 257, "eos_id": 256}, "tokenizer=5"),
     ("meta", {"tokenizer": "bytes", "vocab_size": "257", "eos_id": 256}, "vocab_size='257'"),
     ("meta", "x", "TypeError"), ("model_config", {"kv": "foo"}, "kv='foo'"),
-    ("model_config", [1], "ValueError|TypeError")])
+    ("model_config", [1], "TypeError")])
 def test_what_a_checkpoint_lacks_is_named(state, part, value, words):
     torch.save(state | {part: value}, "b.pt")
     with pytest.raises(UserError, match="b.pt: not a checkpoint of train.py.*" + words):

@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import json
 import math
 import os
 import shutil
@@ -219,23 +220,28 @@ def best_of(path) -> tuple[int, float]:
     return state["step"], state["best_val_loss"]
 
 
-@pytest.mark.parametrize("other", [{"dataset": "other"}, {"eval_rows": 5}, {"block_size": 8}])
+@pytest.mark.parametrize("other", [{"dataset": "other"}, {"eval_rows": 5}, {"block_size": 8},
+                                   {"dataset": TINY["dataset"]}], ids=str)
 def test_losses_on_other_validation_rows_are_not_compared(folder, monkeypatch, capsys, other):
     """And the best checkpoint on the first ones is kept."""
     run = dict(eval_interval=1, init_from="auto")
     shutil.copytree(folder / "data" / TINY["dataset"], folder / "data/other")
     in_process(folder, monkeypatch, max_iters=1, **run)
     first = best_of("out/best.pt")
+    if "dataset" in other:  # with another val.bin, also where it has the old name
+        meta = Path("data", other["dataset"], "meta.json")
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"val_digest": "other"}))
     trainer = make(folder, monkeypatch, max_iters=3, **run | other)
     assert "note: the best loss so far was one of other validation rows" in capsys.readouterr().out
-    assert trainer.rows_seen == (0 if "dataset" in other else TINY["batch_size"])
+    assert trainer.rows_seen == (0 if other == {"dataset": "other"} else TINY["batch_size"])
     trainer.validate = iter((math.nan, 98.0)).__next__
     trainer.run()
-    assert best_of("out/best.pt") == (3, 98.0) and best_of("out/best-1.pt") == first
+    assert best_of("out/best.pt") == (3, 98.0) and best_of("out/best-previous.pt") == first
     in_process(folder, monkeypatch, max_iters=3, **run | other)
     assert "other validation rows" not in capsys.readouterr().out
     in_process(folder, monkeypatch, max_iters=1, **run | {"init_from": "scratch"})
-    assert sorted(p.name for p in Path("out/previous").glob("best*")) == ["best-1.pt", "best.pt"]
+    assert sorted(p.name for p in Path("out/previous").glob("best*")) == ["best-previous.pt",
+                                                                           "best.pt"]
 
 
 def test_a_best_loss_outlives_a_run_without_evaluations(folder, monkeypatch, capsys):
