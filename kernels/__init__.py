@@ -45,6 +45,8 @@ def accelerate(model: Decoder, dtype: torch.dtype, compile: bool | None = None,
     elif not compiler():
         compile = False
         fast.remarks.append("not compiled, as there is no C compiler")
+    else:  # a graph for each shape and gradient mode, of several models
+        torch._dynamo.config.recompile_limit = 256
     if on_cuda and kernels and compile and dtype in HALF:
         fast.use_kernels(training)
     if fast.twin is None:
@@ -133,12 +135,11 @@ class Fast:
 
 # methods that are compiled one by one, by the class that has them: all blocks share their code
 PIECES = {"Block": ("queries", "keys_values", "mlp"), "RMSNorm": ("forward",),
-          "Pool": ("channels",), "Memory": ("forward",)}
+          "Pool": ("channels",), "NoFeedback": ("channel",), "Memory": ("forward",)}
 
 
 def compile_pieces(model: Decoder) -> Decoder:
     """A copy of the tree of modules that shares all parameters, whose pieces are compiled."""
-    torch._dynamo.config.recompile_limit = 64  # a graph for each shape and gradient mode
     other = copy.copy(model)
     other._modules = {name: child and compile_pieces(child)
                       for name, child in model._modules.items()}
