@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import Rows
-from baselines import NoFeedback, Recurrent
+from baselines import Recurrent
 from decoding import Choice, Steps
 from kernels import decode, norms
 from kernels import loss as head
 from kernels.choose import FastChoice
-from kernels.compiled import compiled, rms_norm
+from kernels.compiled import rms_norm
 from kernels.linear import Copies, Linear, add_waiting, linear
 from kernels.norms import Gain, add_norm, split_heads
 from kernels.pool import Folded
@@ -160,8 +160,6 @@ def twin(model: Decoder, dtype: torch.dtype, training: bool, unknown: set[str]) 
         bases.insert(0, TwinPool)
     if isinstance(model, Recurrent):
         bases.insert(0, TwinRecurrent)
-    if isinstance(model, NoFeedback):  # a graph for each layer
-        methods["channel"] = compiled(type(model).channel)
     other = stand_in(model, fused and training)
     other.__class__ = type("Fast" + type(model).__name__, tuple(bases), methods)
     other.dtype = dtype
