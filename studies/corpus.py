@@ -154,7 +154,8 @@ def plot_systems(records: list[dict], output: Path):
     for config, scores in by_system(records).items():
         mean = statistics.mean(scores)
         colour = next((c for k, c in colours.items() if config.startswith(k)), "#d55e00")
-        below = colour == "#d55e00"  # the other systems' names, which would meet WhiteMatter's
+        # names that would meet others'
+        below = colour == "#d55e00" or config == "wm16_k4"
         for ax, x in zip(axes, sizes(config)):
             ax.errorbar(x, mean, [[mean - min(scores)], [max(scores) - mean]], fmt="o", ms=5,
                         color=colour, capsize=3)

@@ -266,7 +266,7 @@ SEEDS = 1337, 1338, 1339
 def plans() -> Iterator[dict]:
     """The settings of every run, the most telling first; some come twice."""
     own = {"vanilla": [ONE_PASS], "nofeedback": [ONE_PASS], "lckv2": [LCKV]}
-    for system in SYSTEMS:  # every system with the best of three rates
+    for system in SYSTEMS:  # every system with the best of its rates
         for rate in RATES:
             for schedule in own.get(system, [EXACT, PAPER]):
                 yield dict(system=system, schedule=schedule, learning_rate=rate)
@@ -335,7 +335,7 @@ def plot_command(argv: list[str]):
             left.plot(range(1, 1 + len(r["exact"])), r["exact"], color=colour,
                       label=f"{system}, {r['learning_rate']:g}")
             left.axvline(r["block_size"], color="#bbbbbb", lw=0.8, ls=":")
-    left.set(title="trained exactly (LCKV: by 9 passes), best of three rates",
+    left.set(title="trained exactly (LCKV: by 9 passes), best of its rates",
              ylabel="right, token by token", xlabel="position (dotted: end of rows in training)")
     left.set_xscale("log", base=2)
     ticks = [1 << i for i in range(8)]
