@@ -104,7 +104,7 @@ class Fast:
         self.plainly = self.twin.plainly
         unknown -= {"decoding", "choice"}  # slower, but no other path
         if unknown:
-            self.remarks.append(f"plain {', '.join(sorted(unknown))}, which has changed")
+            self.remarks.append(f"plain {', '.join(sorted(unknown))}, which they do not know")
 
     def autocast(self):
         """The context of a forward pass: half precision where the model itself is in another."""

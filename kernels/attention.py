@@ -28,6 +28,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.known import head_fits
+
 LOG2E = 1.4426950408889634
 # that share the keys in decoding: about three for each of 132 multiprocessors; of 64 rows of 3
 # heads, two for each head
@@ -407,8 +409,7 @@ def check(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, *caches: Tensor):
         if x.shape != (B, S, Hkv, d) or x.stride(3) != 1 or H % Hkv:
             raise ValueError(f"key, value or gradient {tuple(x.shape)}, strides {x.stride()}: with "
                              f"queries {tuple(q.shape)} and keys {tuple(k.shape)} it does not fit")
-    rest = d - (1 << (d.bit_length() - 1))
-    if d < 16 or rest & (rest - 1) or 0 < rest < 16:
+    if not head_fits(d):
         raise ValueError(f"head size {d}: 16, 32, 64, 128, or a sum of two of them, is needed")
     for x in (start, stop):
         if x.dtype != torch.int32 or x.shape != (B, Tq) or not x.is_contiguous():

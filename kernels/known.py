@@ -14,6 +14,7 @@ import inspect
 import io
 import tokenize
 
+import torch
 import torch.nn as nn
 
 import attention
@@ -77,9 +78,43 @@ def changed() -> set[str]:
         return set(PARTS)
 
 
+def hooked(module: nn.Module) -> bool:
+    """Does anything else run when this module is called?"""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+                or module._backward_pre_hooks)
+
+
+def alike(module: nn.Module | None, fresh: nn.Module | None) -> bool:
+    """Is a tree of modules as `fresh` is but for its weights: classes, sizes, no method replaced,
+    no hook?"""
+    if module is None or fresh is None:
+        return module is fresh
+    return (type(module) is type(fresh) and vars(module).keys() == vars(fresh).keys()
+            and not hooked(module) and module._modules.keys() == fresh._modules.keys()
+            and {name: p is not None and p.shape for name, p in module._parameters.items()}
+            == {name: p is not None and p.shape for name, p in fresh._parameters.items()}
+            and all(map(alike, module._modules.values(), fresh._modules.values())))
+
+
+def head_fits(d: int) -> bool:
+    """Is there attention for heads of d: a power of two from 16 on, or a sum of two of them?"""
+    rest = d - (1 << (d.bit_length() - 1))
+    return d >= 16 and not rest & (rest - 1) and not 0 < rest < 16
+
+
+def pool_fits(L: int, D: int) -> bool:
+    """Is there a pool for L sources of width D?"""
+    return L <= 32 and D <= 2048 and D % 16 == 0
+
+
 def unknown(model: Decoder) -> set[str]:
-    """Parts of this model that the kernels do not know."""
-    found, kind = changed(), type(model)
+    """Parts of this model that the kernels do not know: of other code, or of sizes that they do
+    not take."""
+    found, kind, c = changed(), type(model), model.config
+    with torch.device("meta"):
+        norm, embed = plain.RMSNorm(c.n_embd), nn.Embedding(c.vocab_size, c.n_embd)
+        blocks = [Block(c, model.has_kv(layer)) for layer in range(c.n_layer)]
+        pool = Pool(c) if isinstance(model, WhiteMatter) and model.iterates else None
 
     def check(part: str, owner: type, *names: str):
         if any(getattr(kind, name) is not getattr(owner, name) or name in vars(model)
@@ -89,21 +124,21 @@ def unknown(model: Decoder) -> set[str]:
     check("loss", Decoder, "embed_tokens", "logits", "loss", "nats")
     check("block", Decoder, "states")
     check("attention", Decoder, "place", "attention")
-    if type(model.norm) is not plain.RMSNorm:
+    if hooked(model) or not alike(model.norm, norm) or not alike(model.embed, embed):
         found.add("loss")
+    if not head_fits(c.head_dim):
+        found.add("attention")
     if isinstance(model, baselines.Recurrent):
         check("recurrent", baselines.Recurrent, "attend")
     if not isinstance(model, WhiteMatter):
         check("attention", Decoder, "new_cache")
-    if any(type(block) is not Block for block in model.blocks):
+    if len(model.blocks) != c.n_layer or not all(map(alike, model.blocks, blocks)):
         found.add("block")
-    if isinstance(model, WhiteMatter) and model.iterates:
-        pool = model.kv_pool
+    if pool is not None:
         check("pool", WhiteMatter, "pool", "new_cache", "store", "refill")
-        if type(pool) is not Pool or any(
-                type(branch) is not Branch or type(branch.router) not in (nn.Linear, type(None))
-                for branch in (pool.key, pool.value)):
+        if not alike(model.kv_pool, pool) or not pool_fits(pool.n_sources, c.n_embd):
             found.add("pool")
+    check("decoding", kind, "attend")
     if kind not in (Decoder, WhiteMatter):
         found.add("decoding")
     if not isinstance(model, baselines.Recurrent):

@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.known import pool_fits
 from kernels.linear import add_product
 from kernels.tape import Collect
 
@@ -338,7 +339,7 @@ def check(states: tuple[Tensor, ...], gain: Tensor, router: Tensor | None, bias:
                 or x.stride(0) != like.stride(0) or x.data_ptr() % 16):
             raise ValueError("states: equal shapes, types and strides, contiguous rows and 16-byte "
                              "alignment are needed")
-    if s.D % 16 or s.D > 2048 or s.L > 32:
+    if not pool_fits(s.L, s.D):
         raise ValueError(f"{s.L} sources of width {s.D}: at most 32, and a multiple of 16 up to "
                          "2048, are possible")
     shapes = (2, s.L, s.D), (2, s.K, s.L)

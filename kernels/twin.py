@@ -24,6 +24,7 @@ from kernels import decode, norms
 from kernels import loss as head
 from kernels.choose import FastChoice
 from kernels.compiled import rms_norm
+from kernels.known import hooked
 from kernels.linear import Copies, Linear, add_waiting, linear
 from kernels.norms import Gain, add_norm, split_heads
 from kernels.pool import Folded
@@ -138,9 +139,9 @@ class TwinNorm(nn.Module):
 
 def stand_in(module: nn.Module, fused: bool) -> nn.Module:
     """A copy of the tree of modules that shares all parameters, with other layers and norms."""
-    if type(module) is nn.Linear and module.bias is None:
+    if type(module) is nn.Linear and module.bias is None and not hooked(module):
         return Linear(module)
-    if type(module) is RMSNorm:
+    if type(module) is RMSNorm and not hooked(module):
         return TwinNorm(module, fused)
     other = copy.copy(module)
     other._modules = {name: child and stand_in(child, fused)

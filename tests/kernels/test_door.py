@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from small import random_tokens, small_model
+from small import random_tokens
+from small import small_model as smaller_model
 
 import decoding
 import kernels
@@ -12,6 +13,11 @@ from kernels import accelerate, known
 from model import Block, Decoder
 from pool import WhiteMatter
 from solvers import solve
+
+
+def small_model(**options):
+    """Of sizes that the kernels take."""
+    return smaller_model(**dict(head_dim=16, n_embd=16) | options)
 
 
 def test_the_kernels_know_the_code_that_they_stand_for():
@@ -25,8 +31,8 @@ def test_the_kernels_know_the_code_that_they_stand_for():
 
 def test_comments_and_layout_are_not_a_change_and_code_is():
     code = 'def f(x):\n    """Twice."""\n    return 2 * x\n'
-    same = 'def f(x):  # twice\n\n    """More words."""\n    return (2 *\n            x)\n'
-    assert known.essence(code) == known.essence(same.replace("(2 *\n            x)", "2 * x"))
+    same = 'def f(x):  # twice\n\n    """More words."""\n    return 2  *  x\n'
+    assert known.essence(code) == known.essence(same)
     assert known.essence(code) != known.essence(code.replace("2 *", "3 *"))
     assert known.essence(code) == known.essence("    " + code.replace("\n", "\n    "))
     code = "def f(x):\n    if x:\n        x = 1\n        x = 2\n    return x\n"
@@ -64,7 +70,7 @@ class Sink(Feedback):
 
 def test_a_changed_norm_attention_or_cache_is_noticed():
     model = small_model()
-    model.norm = torch.nn.LayerNorm(8)
+    model.norm = torch.nn.LayerNorm(16)
     assert "loss" in known.unknown(model)
     for kv, changed, part in (("recurrent", Half, "recurrent"), ("feedback", Sink, "attention")):
         model = small_model(kv=kv)
@@ -85,6 +91,37 @@ def test_a_changed_model_is_noticed():
     model = small_model(kv="vanilla")
     model.loss = lambda h, targets: Decoder.loss(model, h, targets) * 2
     assert known.unknown(model) == {"loss"}
+
+
+def plus_one(module, args, out):
+    return out + 1
+
+
+@pytest.mark.parametrize("part, change", [
+    ("block", lambda m: setattr(m.blocks[1], "mlp", lambda a: a)),
+    ("block", lambda m: setattr(m.blocks[1], "attn_norm", torch.nn.LayerNorm(m.config.n_embd))),
+    ("block", lambda m: setattr(m.blocks[1], "q_proj", torch.nn.Sequential(m.blocks[1].q_proj))),
+    ("block", lambda m: setattr(m.blocks[1], "down_proj", torch.nn.Linear(
+        m.config.n_hidden, m.config.n_embd))),  # with a bias
+    ("block", lambda m: m.blocks[1].down_proj.register_forward_hook(plus_one)),
+    ("block", lambda m: m.blocks.pop(1)),
+    ("loss", lambda m: m.embed.register_forward_hook(plus_one)),
+    ("loss", lambda m: m.register_forward_pre_hook(lambda *args: None)),
+    ("pool", lambda m: setattr(m.kv_pool, "channels", lambda *args: None)),
+    ("decoding", lambda m: setattr(m, "attend", lambda *args: None))])
+def test_what_is_changed_on_an_instance_is_noticed(part, change):
+    model = small_model()
+    change(model)
+    assert known.unknown(model) == {part}
+
+
+def test_sizes_that_no_kernel_takes_are_noticed():
+    assert known.unknown(small_model(n_embd=24)) == {"pool"}
+    assert known.unknown(small_model(n_layer=33, n_channels=2)) == {"pool"}
+    for d in (8, 24, 40, 112):
+        assert known.unknown(small_model(head_dim=d)) == {"attention"}
+    for d in (16, 32, 48, 80, 96, 128):
+        assert known.unknown(small_model(head_dim=d)) == set()
 
 
 def test_on_a_cpu_it_is_the_plain_model():

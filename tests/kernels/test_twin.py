@@ -40,7 +40,7 @@ def close(mine, theirs, tol=1e-4):
 def model_and_batch(kv="whitematter", k=3, n_layer=3, n_groups=2, **options):
     torch.manual_seed(3)
     sizes = dict(vocab_size=24, eos_id=0, n_layer=n_layer, n_embd=16, n_head=4, n_kv_head=2,
-                 head_dim=16, n_hidden=32, kv=kv, n_channels=k, n_groups=n_groups, **options)
+                 head_dim=16, n_hidden=32, kv=kv, n_channels=k, n_groups=n_groups) | options
     model = build(ModelConfig(**sizes)).to(DEVICE)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -121,6 +121,34 @@ def test_what_the_kernels_do_not_know_runs_as_it_is_written(unknown, large_block
     model, *batch = model_and_batch()
     expected = run(model, model, batch)
     for mine, theirs in zip(run(model, twin_of(model, unknown), batch), expected):
+        close(mine, theirs)
+
+
+CHANGES = {
+    "mlp": lambda b: setattr(b, "mlp", lambda a: a.tanh()),
+    "norm": lambda b: setattr(b, "attn_norm", torch.nn.LayerNorm(16, device=DEVICE)),
+    "hook on a norm": lambda b: b.mlp_norm.register_forward_hook(lambda *x: x[-1].tanh()),
+    "hook on a product": lambda b: b.down_proj.register_forward_hook(lambda *x: x[-1].tanh()),
+    "wrapped": lambda b: setattr(b, "q_proj", torch.nn.Sequential(b.q_proj, torch.nn.Tanh()))}
+
+
+@in_float32
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_changed_on_its_instance_runs_as_it_is(change, large_blocks):
+    model, *batch = model_and_batch(k=2, n_layer=2, n_nograd=0, n_grad=1)
+    CHANGES[change](model.blocks[1])
+    expected = run(model, model, batch)
+    for mine, theirs in zip(run(model, twin_of(model), batch), expected):
+        close(mine, theirs)
+
+
+@in_float32
+@pytest.mark.parametrize("sizes", [dict(n_embd=24), dict(n_hidden=40), dict(vocab_size=25)],
+                         ids=str)
+def test_odd_sizes(sizes, large_blocks):
+    model, *batch = model_and_batch(k=2, n_layer=2, n_nograd=0, n_grad=1, **sizes)
+    expected = run(model, model, batch)
+    for mine, theirs in zip(run(model, twin_of(model), batch), expected):
         close(mine, theirs)
 
 
