@@ -192,9 +192,16 @@ class Unheard:
 
 
 def with_json(argv: list[str]) -> list[str]:
-    """argv with `--json`, and no file behind it, written `--json=-`."""
-    return ["--json=-" if arg == "--json" and (following or "--").startswith("-") else arg
-            for arg, following in zip(argv, [*argv[1:], None])]
+    """argv with `--json -`, or `--json` and nothing behind it, written `--json=-`."""
+    out, rest = [], [*argv]
+    while rest:
+        arg = rest.pop(0)
+        if arg == "--json" and (not rest or rest[0].startswith("-")):
+            arg = "--json=-"
+            if rest[:1] == ["-"]:
+                rest.pop(0)
+        out.append(arg)
+    return out
 
 
 def run_command(commands: dict, argv: list[str], usage: str):

@@ -76,7 +76,6 @@ def test_a_run_that_cannot_be_moved_stays(tmp_path, monkeypatch):
 
 def test_wrapper_prefixes_are_stripped_and_unknown_names_refused(state):
     names = state["model"]
-    assert not any("_orig_mod" in k or k.startswith("module.") for k in names)
     torch.save(state | {"model": {f"module._orig_mod.{k}": v for k, v in names.items()}}, "b.pt")
     model, _ = checkpoint.load_model("b.pt")
     assert all(torch.equal(v, names[k]) for k, v in model.state_dict().items())

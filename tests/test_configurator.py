@@ -164,10 +164,15 @@ def test_json_to_stdout_is_alone_there(monkeypatch):
         print("step by step")
         write_json("-", {"a": "日本"})
 
-    run(lambda argv: run_command({"measure": measure}, argv, ""), ["measure", "--json", "--seed=1"])
-    assert json.loads(out.getvalue()) == {"a": "日本"} and err.getvalue() == "step by step\n"
+    for dash in ([], ["-"]):
+        run(lambda argv: run_command({"measure": measure}, argv, ""),
+            ["measure", "--json", *dash, "--seed=1"])
+        assert json.loads(out.getvalue()) == {"a": "日本"} and err.getvalue() == "step by step\n"
+        for stream in (out, err):
+            stream.seek(0)
+            stream.truncate()
     run(lambda argv: write_json("-", {}), [])
-    assert out.getvalue().endswith("\n{}\n") and session.answers is None
+    assert out.getvalue() == "{}\n" and session.answers is None
 
 
 def test_threads_do_not_spin_for_long_unless_the_user_says_so():
@@ -183,9 +188,8 @@ def test_threads_do_not_spin_for_long_unless_the_user_says_so():
     for name in ("train", "sample", "evaluate", "bench", "pictures"):
         lines = [line.split()[1] for line in (ROOT / f"{name}.py").read_text().splitlines()
                  if line.startswith(("import ", "from "))]
-        rest = lines[lines.index("configurator"):]  # none of whose modules is imported before
         assert all(module.partition(".")[0] in sys.stdlib_module_names | {"__future__"}
-                   for module in lines if module not in rest), name
+                   for module in lines[:lines.index("configurator")]), name
 
 
 @pytest.mark.parametrize("script", ["train.py", "sample.py", "prepare_data.py"])

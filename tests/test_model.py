@@ -260,6 +260,20 @@ def test_the_loss_counts_all_targets_but_minus_one():
     assert model.loss(h, targets).item() == pytest.approx(each[keep].mean().item(), rel=1e-12)
 
 
+def test_the_loss_of_chunks_is_that_of_all_tokens(monkeypatch):
+    """The last of them is shorter; gradients, too."""
+    h, targets = torch.randn(3, 4, 8, dtype=torch.float64, requires_grad=True), random_tokens(3, 4)
+    targets[1, 2] = -1
+    found = []
+    for n in (100, 5):
+        monkeypatch.setattr("model.CHUNK", n)
+        model = small_model()
+        loss = model.loss(h, targets)
+        found.append([loss, *torch.autograd.grad(loss, (h, model.embed.weight, model.norm.weight))])
+    for whole, in_chunks in zip(*found):
+        torch.testing.assert_close(in_chunks, whole, rtol=1e-12, atol=1e-12)
+
+
 def test_the_loss_without_any_target_is_zero():
     model, idx = small_model(), random_tokens(2, 6)
     loss = model.loss(solve(model, idx).final, torch.full_like(idx, -1))
