@@ -39,7 +39,7 @@ class Rows:
 
     @property
     def complete(self) -> bool:
-        """Are these all tokens of their rows?"""
+        """Whole rows, which need no cache? A solver's group is none, even if it is the only one."""
         return isinstance(self.columns, slice) and self.columns == slice(None)
 
     def at(self, columns: slice) -> Rows:

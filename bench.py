@@ -52,6 +52,7 @@ from measure.timing import (
 )
 from model import ModelConfig
 from running.devices import pick_device, pick_dtype
+from running.start import model_config
 
 # ---- flops
 
@@ -421,7 +422,7 @@ def systems_command(argv: list[str]):
                for name, settings in named_configs(c.systems, same).items()}
     for name, settings in systems.items():  # before the first one takes its time
         try:
-            train.model_config(settings, {"vocab_size": 64, "eos_id": None})
+            model_config(settings, {"vocab_size": 64, "eos_id": None})
         except UserError as error:
             raise UserError(f"systems={c.systems}, {name}: {error}") from None
     for name, settings in systems.items():

@@ -25,7 +25,6 @@ from solvers import (
     evaluation_schedule,
     jacobi,
     one_pass,
-    solve,
 )
 
 SOLVERS = ("cyclic", "jacobi", "autoregressive")
@@ -56,51 +55,6 @@ def prefill(model: Decoder, idx: Tensor, solver: str = "cyclic", passes: int | N
     if solver == "jacobi":
         return jacobi(model, idx, **limits)
     return cyclic(model, idx, n_groups, **limits)
-
-
-@dataclass
-class Schedule:
-    """How the states of a batch are found."""
-
-    solver: str  # one pass, cyclic, jacobi or autoregressive; training: as solvers.solve does
-    passes: int = 1
-    n_groups: int = 1
-    tol: float | None = None
-
-    def __call__(self, model: Decoder, idx: Tensor, keep_cache: bool = False) -> Solution:
-        """States, and the cache if it is to be kept, of tokens idx (B, T)."""
-        if self.solver == "training":
-            return solve(model, idx, keep_cache=keep_cache)
-        return prefill(model, idx, self.solver, self.passes, self.n_groups, self.tol, keep_cache)
-
-    def __str__(self):
-        if self.solver in ("one pass", "autoregressive"):
-            return {"autoregressive": "token by token"}.get(self.solver, self.solver)
-        groups = "" if self.solver == "jacobi" else f", g={self.n_groups}"
-        passes = "until converged" if self.tol is not None else \
-            f"{self.passes} pass{'es' * (self.passes != 1)}"
-        solver = "as in training" if self.solver == "training" else self.solver
-        return f"{solver}{groups}, {passes}"
-
-
-def schedule_of(c, model: Decoder, dtype: torch.dtype) -> Schedule:
-    """What the settings solver, passes, n_groups, tol and exact mean for this model.
-
-    What is not set is as in training. A model that needs no iteration takes its one pass.
-    """
-    if c.solver not in (None, *SOLVERS):
-        raise UserError(f"solver={c.solver}: choose one of {', '.join(SOLVERS)}")
-    if c.tol is not None and not c.tol > 0:
-        raise UserError(f"tol={c.tol}: a number above 0 is needed")
-    mc = model.config
-    if not model.iterates:
-        return Schedule("one pass")
-    tol = TOLERANCE[dtype] if c.exact and c.tol is None else c.tol
-    passes = mc.n_nograd + mc.n_grad if c.passes is None else c.passes
-    groups = mc.n_groups if c.n_groups is None else c.n_groups
-    if (c.solver, c.passes, c.n_groups, tol) == (None,) * 4:
-        return Schedule("training", passes, groups)
-    return Schedule(c.solver or "cyclic", passes, 1 if c.solver == "jacobi" else groups, tol)
 
 
 # ---- a token

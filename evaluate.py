@@ -35,14 +35,18 @@ import torch
 from torch import Tensor
 
 from checkpoint import load_model
-from decoding import Schedule, schedule_of
 from kernels import Fast, accelerate
-from measure.convergence import CLOSE, PassLosses, first_within, until_within
 from measure.downstream import downstream_command
+from measure.schedules import (
+    CLOSE,
+    Losses,
+    Schedule,
+    first_within,
+    schedule_of,
+    until_within,
+)
 from measure.timing import check, environment, machine, write_json
-from model import Decoder
 from running.devices import pick_device, pick_dtype
-from solvers import Report
 from text.rows import load_meta, open_tokens, to_device
 from text.tokenizer import other_ids
 
@@ -95,34 +99,6 @@ class Windows:
 
 
 # ---- losses
-
-class Losses:
-    """Nats of all targets of a batch under a schedule: after the last pass, or after each."""
-
-    def __init__(self, model: Decoder, schedule: Schedule, every_pass: bool = False):
-        self.model, self.schedule, self.every_pass = model, schedule, every_pass
-        self.reports: list[Report] = []
-
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """x, y (B, T) -> sums (passes,) or (1,), float64 where the device has it."""
-        watch = PassLosses(self.model, y, self.schedule.n_groups)
-        with watch if self.every_pass else nullcontext():
-            solution = self.schedule(self.model, x)
-        losses = torch.stack(watch.losses or [self.model.loss(solution.final, y)])
-        self.reports.append(solution.report)
-        losses = losses.float() if x.device.type == "mps" else losses.double()
-        return losses * (y != -1).sum()
-
-    @property
-    def passes(self) -> int:
-        return max(report.passes for report in self.reports)
-
-    @property
-    def converged(self) -> bool | None:
-        """Whether every batch has; None where no tolerance was given."""
-        each = [report.converged for report in self.reports]
-        return None if None in each else all(each)
-
 
 @torch.no_grad()
 def mean_losses(losses: Losses, windows: Windows, batch_size: int,

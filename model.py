@@ -2,7 +2,7 @@
 The decoder: Qwen3 blocks and the plain (vanilla) key-value path.
 
 Everything that WhiteMatter adds is in pool.py, which says for `Decoder` what a layer attends to
-(`attend`) and what a finished token adds to the cache (`store`). All is plain PyTorch, which
+(`attend`) and what a finished token adds to the cache (`pool`). All is plain PyTorch, which
 autograd differentiates; what makes it fast on a GPU is in kernels/, and nothing here knows of it.
 
 Dimensions: B rows, T tokens, S cached tokens, L layers, D width, H query heads,
@@ -31,7 +31,8 @@ CHUNK = 4096  # tokens whose logits are there at a time; 0.8 GB in float32 for 5
 
 @dataclass
 class ModelConfig:
-    """Sizes of a model and the schedule that it is trained with; the defaults are the paper's.
+    """Sizes of a model and the schedule that it is trained with; the defaults are the paper's, but
+    for GPT-2's vocabulary.
 
     Raises ValueError, with the numbers, for shapes that cannot work.
     """
@@ -215,7 +216,8 @@ class Decoder(nn.Module):
         return torch.where(first, column, 0).cummax(dim=1).values
 
     def place(self, columns: slice | Tensor, index: Tensor, start: Tensor) -> Rows:
-        """Rows for tokens at columns `index` (B, T) of documents that begin at `start` (B, T)."""
+        """Rows for tokens at columns `index` (B, T) of documents that begin at `start` (B, T);
+        `columns`: the same as a cache takes them, slice(None) for whole rows."""
         cos, sin = rotary_tables(index - start + self.has_dummy, self.config.head_dim)
         return Rows(columns, start.int(), (index + self.reads_itself).int(), cos, sin)
 

@@ -29,10 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baselines import Plan, named, plan
+from baselines import Plan, named_configs, plan
 from checkpoint import load_checkpoint, load_model
-from decoding import TOLERANCE, Schedule
+from decoding import TOLERANCE
 from evaluate import Windows
+from measure.schedules import Schedule
 from measure.timing import write_whole
 from model import Decoder, ModelConfig, rms_norm
 from running.devices import pick_device
@@ -182,13 +183,10 @@ def connections(c: ConnectionsConfig):
     Bold: the sources with weight at the start; thin: others, whose weights the router sets token
     by token, or training. A dot: the layer also reads its own token, which is not in the cache.
     """
-    plt = plot()
+    at_least(1, c, "n_layer")
+    plt, sizes = plot(), ModelConfig(n_layer=c.n_layer, n_channels=c.n_layer)
     panels = []
-    for name in c.systems.split(","):
-        try:
-            config = ModelConfig(**{"n_layer": c.n_layer, **named(name, c.n_layer)})
-        except ValueError as error:
-            raise UserError(f"systems={c.systems}, {name}: {error}") from None
+    for name, config in named_configs(c.systems, sizes).items():
         kind = name.rstrip("0123456789")
         title, note = SYSTEMS[kind]
         part = f"\n{len(plan(config).channels)}/{c.n_layer} of the cache"
@@ -537,8 +535,7 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
         folder, meta = load_meta(checkpoint["config"]["dataset"])
         if said := other_ids(meta, checkpoint["meta"]):
             raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}")
-        windows = Windows(folder / f"{c.split}.bin", meta, T,
-                          checkpoint["model_config"]["vocab_size"], c.rows)
+        windows = Windows(folder / f"{c.split}.bin", meta, T, meta["vocab_size"], c.rows)
         ids = windows.tokens[:-1].tolist()
     else:
         ids = tokenizer.encode(read_text(c.text, f"text={c.text}"))[:c.rows * T]

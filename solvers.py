@@ -178,7 +178,7 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
                     break
     if end - first < len(model.blocks):
         h = [interleave(list(states), dim=1) for states in zip(*parts)]
-        above = model.states(h[-1], rows, whole, end)
+        above = model.states(h[-1], rows, whole, end)  # in place: `cache`, a fork, has it, too
         parts = [[*below[:-1], *h, *above[1:]]]
     return Solution(parts, cache if keep_cache else None, report)
 

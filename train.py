@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from configurator import UserError, ranks, run
-from running.settings import SCHEDULE, TrainConfig, learning_rate, settings
+from running.settings import TrainConfig, learning_rate, settings
 from running.signals import Signals
 
 # torch takes seconds to import: a mistake in the settings is said, and a signal obeyed, before
@@ -38,14 +38,13 @@ from baselines import build
 from checkpoint import keep_copy, load_weights, save_checkpoint, set_aside
 from kernels import Fast, accelerate
 from measure.flops import flops_per_token, peak_flops
-from model import ModelConfig
 from prepare_data import ensure_python
 from running.devices import pick_device, pick_dtype
 from running.lock import lock_folder
 from running.log import Log, import_wandb, start_wandb
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Lost, Processes
-from running.start import check_data, restore, starting_point
+from running.start import check_data, model_config, restore, starting_point
 from solvers import solve
 from text.rows import TokenRows, load_meta
 from text.tokenizer import copy_tokenizer
@@ -74,34 +73,6 @@ def make_optimizer_step(fast: Fast, optimizers: list[torch.optim.Optimizer]):
         return norm
 
     return fast.graphed(optimizer_step)
-
-
-# ---- the model and where it begins
-
-def model_config(c: TrainConfig, meta: dict, weights: dict | None = None,
-                 path: str | Path = "") -> ModelConfig:
-    """Sizes from the settings; the vocabulary, from the data set, is padded to a multiple of 64.
-
-    With a checkpoint's `weights`, from `path`, to begin with, the sizes are its own. Raises
-    UserError for settings that were given and say otherwise, and for what cannot work together.
-    """
-    names = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(TrainConfig)}
-    given = {name: getattr(c, name) for name in names}
-    if weights is not None:
-        theirs = ModelConfig(**weights["model_config"])
-        own = {name: getattr(theirs, name) for name in names}
-        wrong = [f"{name}={given[name]} (there: {own[name]})" for name in sorted(names)
-                 if name not in SCHEDULE and given[name] != own[name]
-                 and (name in c.given or given[name] != getattr(TrainConfig, name))]
-        if wrong:
-            raise UserError(f"{path} has another model: {', '.join(wrong)}")
-        given |= {name: own[name] for name in names
-                  if name not in SCHEDULE or given[name] is None}
-    try:
-        return ModelConfig(vocab_size=-(-meta["vocab_size"] // 64) * 64, eos_id=meta["eos_id"],
-                           **given)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 # ---- the run

@@ -26,8 +26,8 @@ def accelerate(model: Decoder, dtype: torch.dtype, compile: bool | None = None,
     """The model as it runs fastest where it is, computing in dtype; print the result, which says
     what is on.
 
-    On CUDA in half precision: the kernels, unless `kernels` is false; compiled pieces and CUDA
-    graphs, unless `compile` (`graph`) is false. Elsewhere: plain PyTorch, compiled if `compile` is
+    On CUDA, unless `compile` is false: the kernels in half precision, unless `kernels` is false,
+    and CUDA graphs, unless `graph` is false. Elsewhere: plain PyTorch, compiled if `compile` is
     true. With `training`, parameters stay in float32; otherwise a model without kernels is cast.
     `recompute` saves memory in training, of systems that iterate, for time (recompute.py).
     Raises UserError for compile=True where there is no C compiler, and for recompute=True and a

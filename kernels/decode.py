@@ -19,7 +19,7 @@ on), reads what does not depend on it, its weights, and then waits for its end.
 
 Dimensions: B rows, D width, K inner and E outer features of a product, H query heads, Hkv
 key-value heads, G = H / Hkv, d head size (its halves are rotated), S columns of the cache. Rows are
-padded to the 16 that a matrix unit takes. The pieces of attention are those of kernels.py.
+padded to the 16 that a matrix unit takes. The pieces of attention are those of attention.py.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Linear(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.weight = linear.weight
-        self.copy: Tensor = None  # `weight` in low precision: `set_copies`
+        self.copy: Tensor = None  # `weight` in low precision, which the twin sets
         self.waiting: list[tuple[Tensor, Tensor]] = []  # (dy, x) of backward passes
         self.together: tuple[Linear, ...] = ()  # those that wait with it
 

@@ -1,5 +1,5 @@
 """
-The pool's mixing (section 3.1, steps 1 to 3) in few passes over memory, with gradients, in Triton.
+The pool's mixing (section 3.1, steps 1 and 2) in few passes over memory, with gradients, in Triton.
 
     u_l = h_l / rms(h_l)                          statistics and router inputs: one pass over h
     alpha_b = W_b x + bias_b, x = every p-th u_l  one matrix product for keys (b = 0), values (1)
@@ -254,8 +254,8 @@ def states_kernel(h, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, 
                   alpha_stride, ROUTER: tl.constexpr, FIRST: tl.constexpr, P: tl.constexpr,
                   INPUTS: tl.constexpr, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr,
                   LP: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
-    """dh (L, N, D) over BLOCK_D columns of every PROGRAMS-th token; to this program's rows of dgain
-    their sum is added."""
+    """dh (L, N, D) over BLOCK_D columns of this program's tokens, every num_programs(0)-th; their
+    sum is added to its rows of dgain."""
     src = tl.arange(0, LP)
     d0 = tl.program_id(1) * BLOCK_D
     source, exists = distance(h, src, L), src < L

@@ -18,24 +18,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention import Cache, Rows
 from baselines import build, named_configs
 from checkpoint import load_model
 from configurator import UserError, key, parse
-from decoding import Schedule
 from kernels import Fast, accelerate
 from kernels.graphs import record, steps_of
 from measure.flops import flops_per_token, store_flops
+from measure.schedules import Losses, Schedule, first_within, until_within
 from measure.timing import check, empty, environment, machine, measure, synchronise, write_json
 from model import Decoder, ModelConfig
 from running.devices import pick_device, pick_dtype
 from running.settings import TrainConfig
-from solvers import cyclic, evaluation_schedule, interleave
+from running.start import model_config
+from solvers import cyclic, evaluation_schedule
 from text.rows import TokenRows, load_meta
 from text.tokenizer import other_ids
-from train import model_config
 
-CLOSE = 0.01  # perplexity counts as converged within 1 % of the exact one
 RESIDUALS_OF = (1, 4, 8, 16)  # groups, in the table of residuals
 
 
@@ -116,67 +114,12 @@ def random_model(config: ModelConfig, device: str, seed: int) -> Decoder:
     return model
 
 
-class PassLosses:
-    """Watches `model.states` during a cyclic solve and takes the loss after every pass.
-
-    All layers run in every pass then, also those that only the last one needs.
-    """
-
-    def __init__(self, model: Decoder, targets: Tensor, n_groups: int):
-        self.model, self.targets, self.n_groups = model, targets, min(n_groups, targets.size(1))
-        self.states, self.parts, self.losses = model.states, [], []
-
-    def __enter__(self) -> PassLosses:
-        self.model.states = self
-        return self
-
-    def __exit__(self, *_):
-        del self.model.states  # back to the method
-
-    def __call__(self, x: Tensor, rows: Rows, cache: Cache, first: int = 0,
-                 end: int | None = None) -> list[Tensor]:
-        if rows.complete:  # the layers below and above, which run once
-            self.rows = rows
-            return self.states(x, rows, cache, first, end)
-        end = self.model.iterated[1]
-        h = self.states(x, rows, cache, first, end)
-        self.parts.append(h[-1])
-        if len(self.parts) == self.n_groups:
-            final, self.parts = interleave(self.parts, dim=1), []
-            if end < len(self.model.blocks):
-                final = self.states(final, self.rows, None, end)[-1]
-            self.losses.append(self.model.loss(final, self.targets))
-        return h
-
-
 def perplexities(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
                  passes: int) -> list[float]:
     """Perplexity of targets y (rows, T) after each of `passes` cyclic passes over tokens x."""
-    total = 0
-    for xb, yb in zip(x.split(batch_size), y.split(batch_size)):
-        with PassLosses(model, yb, n_groups) as watch:
-            cyclic(model, xb, n_groups, passes, 0, keep_cache=False, measure=False)
-        total = total + len(xb) * torch.stack(watch.losses).cpu().double()
-    return (total / len(x)).exp().tolist()
-
-
-def first_within(perplexities: list[float], target: float, lower_too: bool = True) -> int | None:
-    """Number of passes after which a perplexity is at most 1 % above the target; unless any
-    lower one will do, at most 1 % below it, too."""
-    least = 0 if lower_too else target * (1 - CLOSE)
-    return next((n for n, p in enumerate(perplexities, 1) if least <= p <= target * (1 + CLOSE)),
-                None)
-
-
-def until_within(after: Callable[[int], list[float]], n: int, limit: int, target: float,
-                 lower_too: bool = True) -> list[float]:
-    """Perplexity after each pass, after(n), for so many that one is within 1 % of the target, or
-    for `limit`; n is a guess, which is doubled."""
-    while True:
-        found = after(n)
-        if n == limit or first_within(found, target, lower_too):
-            return found
-        n = min(2 * n, limit)
+    losses = Losses(model, Schedule("cyclic", passes, n_groups), every_pass=True)
+    total = sum(map(losses, x.split(batch_size), y.split(batch_size)))
+    return (total.cpu() / y.numel()).exp().tolist()
 
 
 def passes_needed(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_groups: int,
@@ -290,8 +233,8 @@ def time_systems(c: PrefillConfig, device: str, dtype: torch.dtype):
           f"{c.batch_size}; {machine(device)}\n\n{'':12s} {'schedule':>15s} {FIGURES}")
     results = {}
     for name, config in named_configs(c.systems, sizes).items():
-        x, _ = random_tokens(c.batch_size, config, T, device)
         model = random_model(config, device, c.seed).eval()
+        x, _ = random_tokens(c.batch_size, config, T, device)
         fast = accelerate(model, dtype, c.compile, graph=c.graph)
         schedule, passes = Schedule("one pass", 1, 1), ""
         if model.iterates:

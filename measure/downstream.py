@@ -18,9 +18,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint import load_model
-from configurator import UserError, key, parse
-from decoding import SOLVERS, Schedule, generate, schedule_of
+from configurator import UserError, at_least, key, parse
+from decoding import SOLVERS, generate
 from kernels import accelerate
+from measure.schedules import Schedule, schedule_of
 from measure.timing import check, environment, machine, write_json
 from model import Decoder, upcast
 from running.devices import pick_device, pick_dtype
@@ -275,8 +276,7 @@ def downstream_command(argv: list[str]):
     c = parse(DownstreamConfig(), argv, "python evaluate.py downstream: tasks of the "
               "lm-evaluation-harness, zero-shot")
     check(c, "limit", "batch_size", "passes", "n_groups")
-    if c.context is not None and c.context < 2:
-        raise UserError(f"context={c.context}: at least 2 is needed")
+    at_least(2, c, "context")
     tasks = [t.strip() for t in c.tasks.split(",") if t.strip()]
     if not tasks:
         raise UserError(f"tasks={c.tasks}: name at least one")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError, session
+from configurator import UserError, at_least, session
 
 
 def synchronise(device: str):
@@ -86,10 +86,7 @@ def machine(device: str) -> str:
 
 def check(c, *at_least_one: str):
     """Raise UserError for numbers below 1, and for a file that cannot be written in the end."""
-    for name in at_least_one:
-        value = getattr(c, name)
-        if value is not None and value < 1:
-            raise UserError(f"{name}={value}: at least 1 is needed")
+    at_least(1, c, *at_least_one)
     if c.json not in (None, "-"):
         folder = Path(c.json).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):

@@ -27,6 +27,32 @@ def starting_point(c: TrainConfig) -> tuple[dict | None, bool]:
     return (load_checkpoint(path), False) if path else (None, False)
 
 
+def model_config(c: TrainConfig, meta: dict, weights: dict | None = None,
+                 path: str | Path = "") -> ModelConfig:
+    """Sizes from the settings; the vocabulary, from the data set, is padded to a multiple of 64.
+
+    With a checkpoint's `weights`, from `path`, to begin with, the sizes are its own. Raises
+    UserError for settings that were given and say otherwise, and for what cannot work together.
+    """
+    names = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(TrainConfig)}
+    given = {name: getattr(c, name) for name in names}
+    if weights is not None:
+        theirs = ModelConfig(**weights["model_config"])
+        own = {name: getattr(theirs, name) for name in names}
+        wrong = [f"{name}={given[name]} (there: {own[name]})" for name in sorted(names)
+                 if name not in SCHEDULE and given[name] != own[name]
+                 and (name in c.given or given[name] != getattr(TrainConfig, name))]
+        if wrong:
+            raise UserError(f"{path} has another model: {', '.join(wrong)}")
+        given |= {name: own[name] for name in names
+                  if name not in SCHEDULE or given[name] is None}
+    try:
+        return ModelConfig(vocab_size=-(-meta["vocab_size"] // 64) * 64, eos_id=meta["eos_id"],
+                           **given)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
 def check_data(c: TrainConfig, meta: dict, state: dict):
     """Raise UserError if a checkpoint reads other ids than the data set has.
 

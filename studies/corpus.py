@@ -29,8 +29,8 @@ from baselines import plan
 from measure.flops import flops_per_token
 from pictures import plot, save
 from running.settings import TrainConfig
+from running.start import model_config
 from studies.jobs import Job, StudyConfig, read_records, study
-from train import model_config
 
 SEEDS = 1337, 1338, 1339
 RATE = 2e-3  # of config/short.py

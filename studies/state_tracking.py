@@ -36,9 +36,10 @@ from torch import Tensor
 
 from baselines import build
 from kernels import Fast, accelerate
+from measure.schedules import Schedule
 from measure.timing import check, environment, write_json
-from model import Decoder, ModelConfig, rms_norm
-from pictures import COLOURS, check_output, plot, save
+from model import Decoder, ModelConfig
+from pictures import COLOURS, check_output, mixing_weights, plot, save
 from running.devices import pick_device, pick_dtype
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Processes
@@ -212,9 +213,8 @@ def routing(model: Decoder, x: Tensor) -> dict | None:
     """Root mean square of the mixing weights of exact states: keys' and values', k x L each."""
     if model.config.kv != "whitematter":
         return None
-    unit = rms_norm(autoregressive(model, x).states[:, :, model.sources])
-    return {name: branch.weights(unit * branch.pre_norm).square().mean((0, 1)).sqrt().tolist()
-            for name, branch in (("keys", model.kv_pool.key), ("values", model.kv_pool.value))}
+    alpha = mixing_weights(model, x, Schedule("autoregressive"))
+    return dict(zip(("keys", "values"), alpha.square().mean((1, 2)).sqrt().tolist()))
 
 
 def train_command(argv: list[str]):

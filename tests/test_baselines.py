@@ -15,8 +15,9 @@ from decoding import step
 from measure.flops import MODES, count_flops, flops_per_token
 from model import ModelConfig, rotary_tables, rotate
 from running.optimizers import make_optimizers
+from running.settings import TrainConfig
+from running.start import model_config
 from solvers import autoregressive, cyclic, jacobi, one_pass, solve
-from train import TrainConfig, model_config
 
 ROOT = Path(__file__).parent.parent
 

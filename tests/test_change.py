@@ -18,7 +18,7 @@ from running.optimizers import matrices
 from running.settings import TrainConfig
 from solvers import solve
 
-sizes = dict(vocab_size=13, n_layer=3, n_embd=8, n_head=2, n_kv_head=1, head_dim=6, n_hidden=10)
+sizes = dict(vocab_size=13, n_layer=3, n_embd=16, n_head=2, n_kv_head=1, head_dim=16, n_hidden=10)
 model = build(ModelConfig(n_channels=3, router_hidden=5, **sizes))
 assert TrainConfig().router_hidden == 0
 assert known.unknown(model) == {"pool"}  # so no kernel computes the old one

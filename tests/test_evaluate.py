@@ -20,12 +20,11 @@ from small import random_tokens, small_model, with_documents
 import evaluate
 from checkpoint import save_checkpoint
 from configurator import UserError, run
-from decoding import Schedule
 from evaluate import Losses, Windows, mean_losses
 from kernels import accelerate
 from measure import downstream
-from measure.convergence import first_within
 from measure.downstream import Scorer, pieces
+from measure.schedules import Schedule, first_within
 from solvers import autoregressive, cyclic, jacobi, solve
 from text.tokenizer import Tokenizer, get_tokenizer
 

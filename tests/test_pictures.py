@@ -16,7 +16,7 @@ import pictures
 from baselines import named, plan
 from checkpoint import save_checkpoint
 from configurator import UserError, run
-from decoding import Schedule
+from measure.schedules import Schedule
 from model import ModelConfig
 from pictures import Connectome, Curve, CurvesConfig
 from solvers import cyclic

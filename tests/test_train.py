@@ -30,6 +30,7 @@ from runs import (
 import checkpoint
 import train
 from configurator import UserError, parse, run
+from running.start import model_config
 from train import Lost, TrainConfig
 
 
@@ -113,7 +114,7 @@ def test_ar4_trains_by_the_exact_solution(folder, monkeypatch):
 def test_a_systems_own_schedule_is_its_default(monkeypatch, argv, schedule):
     """However the system is named: a config file's schedule is that of the file's system."""
     monkeypatch.chdir(ROOT)
-    config = train.model_config(parse(TrainConfig(), argv, ""), {"vocab_size": 64, "eos_id": None})
+    config = model_config(parse(TrainConfig(), argv, ""), {"vocab_size": 64, "eos_id": None})
     assert (config.n_groups, config.n_nograd, config.n_grad) == schedule
 
 
