@@ -115,9 +115,9 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight)
 
 
-def rotary_tables(pos: Tensor, head_dim: int, theta: float = 1e6) -> tuple[Tensor, Tensor]:
+def rotary_tables(pos: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """cos and sin (..., head_dim / 2) of integer positions (...), always computed in float32."""
-    freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=pos.device).float() / head_dim)
+    freq = 1.0 / 1e6 ** (torch.arange(0, head_dim, 2, device=pos.device).float() / head_dim)
     angle = pos.float()[..., None] * freq
     return angle.cos(), angle.sin()
 

@@ -42,15 +42,15 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(params, list(updates.unbind()))
 
 
-def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
-    """Newton-Schulz iteration on a batch of matrices (n, rows, columns)."""
+def orthogonalise(x: Tensor) -> Tensor:
+    """Five Newton-Schulz steps on a batch of matrices (n, rows, columns)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     # bfloat16 is enough and fast on a GPU; many CPUs have no fast bfloat16 product
     x = x.bfloat16() if x.is_cuda else x
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x

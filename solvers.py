@@ -61,25 +61,24 @@ class Solution:
     @property
     def states(self) -> Tensor:
         """h (B, T, L + 1, D): the states entering each layer, then the final output."""
-        return interleave([torch.stack(h, 2) for h in self.parts], dim=1)
+        return interleave([torch.stack(h, 2) for h in self.parts])
 
     @property
     def final(self) -> Tensor:
         """h[L] (B, T, D), the input of `Decoder.logits` and `Decoder.loss`."""
-        return interleave([h[-1] for h in self.parts], dim=1)
+        return interleave([h[-1] for h in self.parts])
 
 
-def interleave(parts: list[Tensor], dim: int) -> Tensor:
-    """Put strided groups back into token order along `dim`; they may differ in length by one."""
+def interleave(parts: list[Tensor]) -> Tensor:
+    """Put strided groups (B, T/g, ...) back into token order; they may differ in length by one."""
     if len(parts) == 1:
         return parts[0]
-    if parts[0].size(dim) == parts[-1].size(dim):
-        return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
-    shape = list(parts[0].shape)
-    shape[dim] = sum(p.size(dim) for p in parts)
-    out = parts[0].new_empty(shape)
+    if parts[0].size(1) == parts[-1].size(1):
+        return torch.stack(parts, 2).flatten(1, 2)
+    B, _, *rest = parts[0].shape
+    out = parts[0].new_empty(B, sum(p.size(1) for p in parts), *rest)
     for q, part in enumerate(parts):
-        out[(slice(None),) * dim + (slice(q, None, len(parts)),)] = part
+        out[:, q::len(parts)] = part
     return out
 
 
@@ -105,7 +104,7 @@ def pool_all(model: Decoder, parts: list[States], groups: list[Rows],
 
 
 @torch.no_grad()
-def difference(new: list[States], old: list[States], sources: slice = slice(0, -1)) -> float:
+def difference(new: list[States], old: list[States], sources: slice) -> float:
     """||new - old|| / ||new|| over the source states, all tokens together (Frobenius)."""
     pairs = [(a, b) for p, q in zip(new, old) for a, b in zip(p[sources], q[sources])]
     change = sum((a - b).double().square().sum() for a, b in pairs)
@@ -177,7 +176,7 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
                 if not records and report.converged:
                     break
     if end - first < len(model.blocks):
-        h = [interleave(list(states), dim=1) for states in zip(*parts)]
+        h = [interleave(list(states)) for states in zip(*parts)]
         above = model.states(h[-1], rows, whole, end)  # in place: `cache`, a fork, has it, too
         parts = [[*below[:-1], *h, *above[1:]]]
     return Solution(parts, cache if keep_cache else None, report)

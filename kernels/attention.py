@@ -528,16 +528,10 @@ def splits_of(heads: int, S: int, programs: int = DECODE_PROGRAMS) -> int:
                triton.next_power_of_2(triton.cdiv(S, 128)), 64)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
-                     sink_k: Tensor | None = None, sink_v: Tensor | None = None) -> Tensor:
-    """The same for a few queries and no gradients: programs share the keys (flash-decoding)."""
-    return decode_forward(q, k, v, start, stop, sink_k, sink_v)[0]
-
-
 def decode_forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
                    sink_k: Tensor | None = None,
                    sink_v: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse2 of `decode_attention`."""
+    """out and lse2 for a few queries and no gradients: programs share the keys (flash-decoding)."""
     B, (S, Hkv) = q.size(0), k.shape[1:3]
     return attention_forward(q, k, v, start, stop, sink_k, sink_v, "decode",
                              splits_of(B * Hkv, S))

@@ -38,7 +38,7 @@ PARTS = {
     "choice": (decoding.choose, decoding.Choice),
 }
 FINGERPRINTS = {
-    "attention": "0117c24bd8cc4eb6",
+    "attention": "7cff63001702bede",
     "loss": "f687515e517e3ee2",
     "block": "cda6a8e6eb33b819",
     "pool": "745b0e67e80a0c15",

@@ -27,8 +27,9 @@ FEW = 8  # so few queries of a row are decoding: then programs share the keys
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink: Sink | None = None) -> Tensor:
     """`attention.attend` by the kernels."""
     decoding = q.size(1) <= FEW and not torch.is_grad_enabled()
-    kernel = triton_attention.decode_attention if decoding else triton_attention.attention
-    return kernel(q, k, v, rows.start, rows.stop, *(sink or ()))
+    inputs = q, k, v, rows.start, rows.stop, *(sink or ())
+    return triton_attention.decode_forward(*inputs)[0] if decoding else \
+        triton_attention.attention(*inputs)
 
 
 class TapeCache(Cache):

@@ -96,7 +96,7 @@ class PassLosses:
         h = self.states(x, rows, cache, first, end)
         self.parts.append(h[-1])
         if len(self.parts) == self.n_groups:
-            final, self.parts = interleave(self.parts, dim=1), []
+            final, self.parts = interleave(self.parts), []
             if end < len(self.model.blocks):
                 final = self.states(final, self.rows, None, end)[-1]
             self.losses.append(self.model.loss(final, self.targets))

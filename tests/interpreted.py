@@ -40,3 +40,12 @@ if not GPU:
     interpreter._patch_lang_tensor = patch_tensor
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpreterBuilder.create_descriptor_reduce = reduce_tile
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def close(mine, theirs, tol=1e-5):
+    assert mine.shape == theirs.shape and mine.isfinite().all()
+    assert (mine.double() - theirs.double()).norm() <= tol * theirs.double().norm()

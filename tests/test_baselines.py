@@ -398,10 +398,9 @@ def test_training_in_bfloat16_autocast(name):
 
 
 @every_system
-@pytest.mark.parametrize("mode, schedule", [
-    ("training", (1, 2)), ("prefill", (1, 2)), ("decode", (1, 2))], ids=str)
-def test_flops_by_closed_form_are_those_of_the_code(name, mode, schedule):
-    options = SYSTEMS[name][1] | dict(n_nograd=schedule[0], n_grad=schedule[1], n_groups=2)
+@pytest.mark.parametrize("mode", ["training", "prefill", "decode"])
+def test_flops_by_closed_form_are_those_of_the_code(name, mode):
+    options = SYSTEMS[name][1] | dict(n_nograd=1, n_grad=2, n_groups=2)
     c = ModelConfig(**{**SMALL, **options})
     counted = count_flops(c, 5, mode, device="cpu")  # so small, it is faster than the meta device
     assert flops_per_token(c, 5, mode) == pytest.approx(counted, rel=1e-12)

@@ -1,10 +1,13 @@
 """kernels/decode.py and choose.py against plain functions, and steps against the whole."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from exact import norm_rotate, reference
-from interpreted import DEVICE, GPU
+from interpreted import DEVICE, GPU, randn
+from interpreted import close as close_to
 from small import random_tokens, small_model
 
 import decoding
@@ -17,15 +20,7 @@ from model import rms_norm, rotary_tables
 from solvers import autoregressive, one_pass
 
 TOL = 2e-3 if GPU else 1e-5  # a GPU's float32 products round their factors
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def close(mine, theirs, tol=TOL):
-    assert mine.shape == theirs.shape and mine.isfinite().all()
-    assert (mine.double() - theirs.double()).norm() <= tol * theirs.double().norm()
+close = partial(close_to, tol=TOL)
 
 
 @pytest.fixture(autouse=True)
@@ -163,17 +158,17 @@ def test_steps_equal_the_whole(system, few, monkeypatch):
     exact = small_model(**sizes, **system)
     solve = autoregressive if exact.iterates else one_pass
     expected = exact.logits(solve(exact, ids.cpu()).final)[:, :-1]
-    close(torch.stack(logits[1:], 1).cpu(), expected, 10 * TOL)
+    close(torch.stack(logits[1:], 1).cpu(), expected, tol=10 * TOL)
 
 
 @pytest.mark.parametrize("limit", ["MAX_ROWS", "MAX_WIDTH"])
 def test_what_is_left_to_the_plain_steps(limit, monkeypatch):
-    model = twin_of(small_model(dtype=torch.float32))
+    sizes = dict(n_embd=16, head_dim=16, dtype=torch.float32)
+    model = twin_of(small_model(**sizes))
     assert decode_kernels.serve(model, 3)
     monkeypatch.setattr(decode_kernels, limit, 2)
     assert not decode_kernels.serve(model, 3)
-    assert not decode_kernels.serve(twin_of(small_model(dtype=torch.float32, kv="lckv",
-                                                        lckv_w=1)), 1)
+    assert not decode_kernels.serve(twin_of(small_model(**sizes, kv="lckv", lckv_w=1)), 1)
 
 
 def twin_of(model):

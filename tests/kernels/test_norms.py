@@ -3,13 +3,12 @@
 import pytest
 import torch
 from exact import norm_rotate, split_heads
-from interpreted import DEVICE
+from interpreted import DEVICE, close, randn
 
 from kernels import norms
 from kernels.norms import Gain
 from model import rms_norm, rotary_tables
 
-TOL = 1e-5
 
 
 @pytest.fixture(autouse=True)
@@ -20,15 +19,6 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(norms, "CONFIGS", {name: (4, 4) for name in norms.CONFIGS})
 
 
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def close(mine, theirs, tol=TOL):
-    assert mine.shape == theirs.shape
-    assert (mine.double() - theirs.double()).norm() <= tol * theirs.double().norm()
-
-
 def gradients(outputs, inputs, seed=7):
     """Gradients of a random functional of the outputs."""
     total = sum((o * randn(*o.shape, seed=seed + i).to(o.dtype)).sum()
@@ -36,7 +26,7 @@ def gradients(outputs, inputs, seed=7):
     return torch.autograd.grad(total, inputs)
 
 
-def both(mine, reference, inputs, tol=TOL):
+def both(mine, reference, inputs, tol=1e-5):
     """Outputs and gradients of a float32 function against a float64 one."""
     a = [x.clone().requires_grad_() for x in inputs]
     b = [x.double().requires_grad_() for x in inputs]

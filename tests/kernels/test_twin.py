@@ -1,10 +1,12 @@
 """The fast twin of a model against the model itself, which it leaves as it is."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from interpreted import DEVICE, GPU
+from interpreted import DEVICE, GPU, randn
+from interpreted import close as close_to
 from small import with_documents
 
 from baselines import build
@@ -16,6 +18,7 @@ from running.optimizers import flat_gradient
 from solvers import cyclic, jacobi, solve
 
 HALF = torch.bfloat16
+close = partial(close_to, tol=1e-4)
 
 
 @pytest.fixture
@@ -26,15 +29,6 @@ def large_blocks(monkeypatch):
     monkeypatch.setattr(norms, "CONFIGS", {name: (32, 4) for name in norms.CONFIGS})
     monkeypatch.setattr(pool_kernels, "CONFIGS", {
         name: (8, 8192, 4, 1, None) for name in pool_kernels.CONFIGS})
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def close(mine, theirs, tol=1e-4):
-    assert mine.shape == theirs.shape
-    assert (mine.double() - theirs.double()).norm() <= tol * theirs.double().norm()
 
 
 def model_and_batch(kv="whitematter", k=3, n_layer=3, n_groups=2, **options):
@@ -112,7 +106,7 @@ def test_a_twin_may_recompute(options, large_blocks):
     other = twin_of(model)
     other.states = recomputing(other).states
     for mine, theirs in zip(run(model, other, batch), expected):
-        close(mine, theirs, 1e-6)
+        close(mine, theirs, tol=1e-6)
 
 
 @in_float32
