@@ -10,7 +10,6 @@ from kernels.norms import Gain
 from model import rms_norm, rotary_tables
 
 
-
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """More blocks than programs, and blocks that are not full."""
