@@ -197,19 +197,26 @@ class NoFeedback(WhiteMatter):
             with torch.no_grad():
                 branch.bias.copy_(0.25 * torch.eye(self.n_channels))
 
-    def channel(self, sources: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Sources 0..l of unit RMS (B, T, D) -> channel l: keys and values (B, T, Hkv, d)."""
-        pool, layer, unit = self.kv_pool, len(sources) - 1, torch.stack(sources, 2)
-        k = mix_up_to(pool.key, unit).unflatten(-1, pool.heads)
-        v = mix_up_to(pool.value, unit).unflatten(-1, pool.heads)
-        return rotate(rms_norm(k, pool.key_norm[layer]), cos, sin), v
+    def source(self, h: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """The state h[l] (B, T, D) as a source of keys and of values: normed, with their gains."""
+        unit = rms_norm(h)
+        return tuple((unit * branch.pre_norm[layer]).to(h.dtype)
+                     for branch in (self.kv_pool.key, self.kv_pool.value))
+
+    def channel(self, sources: list[tuple[Tensor, Tensor]], cos: Tensor,
+                sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Sources 0..l -> channel l: keys and values (B, T, Hkv, d)."""
+        pool, (keys, values) = self.kv_pool, zip(*sources)
+        k = mix_up_to(pool.key, torch.stack(keys, 2)).unflatten(-1, pool.heads)
+        v = mix_up_to(pool.value, torch.stack(values, 2)).unflatten(-1, pool.heads)
+        return rotate(rms_norm(k, pool.key_norm[len(keys) - 1]), cos, sin), v
 
     def dummy_channel(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values (Hkv, d) of channel l of the dummy, which mixes its copies 0..l."""
         x = self.kv_pool.dummy.expand(1, 1, -1)
         tables = rotary_tables(torch.zeros(1, 1, dtype=torch.long, device=x.device),
                                self.config.head_dim)
-        k, v = self.channel([rms_norm(x)] * (layer + 1), *tables)
+        k, v = self.channel([self.source(x, i) for i in range(layer + 1)], *tables)
         return k[0, 0], v[0, 0]
 
     def new_cache(self, B: int, S: int, like: Tensor) -> Cache:
@@ -222,7 +229,7 @@ class NoFeedback(WhiteMatter):
     def attend(self, layer: int, q: Tensor, h: list[Tensor], own: list, rows: Rows,
                cache: Cache | None) -> Tensor:
         """`Decoder.attend`, of a channel that mixes the states that entered the layers so far."""
-        own[layer] = rms_norm(h[layer])  # later layers mix it, too
+        own[layer] = self.source(h[layer], layer)  # later layers mix it, too
         k, v = self.channel(own, rows.cos, rows.sin)
         if cache is not None:
             with torch.no_grad():
@@ -233,10 +240,10 @@ class NoFeedback(WhiteMatter):
         return self.attention(q, k, v, rows, sink)
 
 
-def mix_up_to(branch: Branch, unit: Tensor) -> Tensor:
-    """Channel l of a branch (B, T, E), of its sources 0..l of unit RMS (B, T, l + 1, D)."""
-    n, L = unit.size(2), branch.bias.size(1)
-    layer, h = n - 1, (unit * branch.pre_norm[:n]).to(unit.dtype)
+def mix_up_to(branch: Branch, h: Tensor) -> Tensor:
+    """Channel l of a branch (B, T, E), of its normed sources 0..l (B, T, l + 1, D)."""
+    n, L = h.size(2), branch.bias.size(1)
+    layer = n - 1
     alpha = branch.bias[layer, :n].to(h.dtype).expand(*h.shape[:2], -1)
     if branch.router is not None:
         inputs = h[:, :, layer % branch.stride::branch.stride].flatten(2)

@@ -259,7 +259,10 @@ def lost_rank(folder: Path):
 
 
 def main():
-    rng = random.Random(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    seed = sys.argv[1] if len(sys.argv) > 1 else "0"
+    if not seed.isdecimal():
+        sys.exit(__doc__.strip() + "\n\nAn argument is the seed, a number.")
+    rng = random.Random(int(seed))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_data(folder)
