@@ -21,7 +21,7 @@ from torch import Tensor
 
 from baselines import build
 from configurator import UserError, no_memory
-from model import Decoder, ModelConfig
+from model import ROUTERS, SYSTEMS, Decoder, ModelConfig
 
 
 def save_checkpoint(path: Path, state: dict):
@@ -107,10 +107,12 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
         state["model"] = {re.sub(r"^((module|_orig_mod)\.)+", "", name): tensor
                           for name, tensor in state["model"].items()}
         sizes = dict(state["model_config"])
-        strange = sizes.keys() - {f.name for f in fields(ModelConfig)}
+        strange = sorted(sizes.keys() - {f.name for f in fields(ModelConfig)})
+        strange += [f"{name}={sizes[name]}" for name, known in (("kv", SYSTEMS), (
+            "router", ROUTERS)) if isinstance(sizes.get(name), str) and sizes[name] not in known]
         if strange:
-            raise UserError(f"{path}: a model with {', '.join(sorted(strange))}, which this "
-                            "version has not; a changed model, or a later version, wrote it")
+            raise UserError(f"{path}: a model with {', '.join(strange)}, which this version has "
+                            "not; a changed model, or a later version, wrote it")
         ModelConfig(**sizes)
         for part, name, kind in (("config", "block_size", int), ("meta", "tokenizer", str),
                                  ("meta", "vocab_size", int)):
@@ -118,7 +120,7 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
                 raise TypeError(f"{name}={value!r}")
         state["meta"]["eos_id"]
     except Exception as error:
-        if no_memory(error) or isinstance(error, UserError):
+        if no_memory(error) or isinstance(error, (UserError, PermissionError)):
             raise
         raise damaged(path, error) from None
     return state

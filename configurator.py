@@ -33,6 +33,7 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ann
 NO_COMPILER = ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find C compiler",
                "Compiler: cl is not found")
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 # the settings that were parsed last, for advice, and the stream for JSON: see `run`
 session = types.SimpleNamespace(settings=None, answers=None)
 
@@ -45,7 +46,7 @@ def key(default, help: str, was: str | None = None, of: str | None = None):
     """A field of a dataclass of settings, with what --help says about it.
 
     `was`: its former name. `of`: another field; what a config file says of this one holds for the
-    file's own value of that one, not for another that the command line names.
+    file's own value of that one, not for another that a later file or the command line names.
     """
     return dataclasses.field(default=default, metadata={"help": help, "was": was, "of": of})
 
@@ -120,6 +121,8 @@ def explained(error: Exception) -> str | None:
         return f"{text} (is the disk full?)"
     if isinstance(error, OSError) and error.errno in DISK:
         return f"{error.filename or 'stdout'}: cannot be written ({error.strerror})"
+    if isinstance(error, OSError) and error.errno in PATH and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     return None
 
 
@@ -228,7 +231,9 @@ def parse(defaults, argv: list[str], usage: str):
     from_files, overrides = {}, {}
     for arg in joined(argv, defaults):
         if not arg.startswith("--"):
-            from_files.update(read_config_file(arg, defaults))
+            later = read_config_file(arg, defaults)
+            drop_dependants(from_files, later, defaults)
+            from_files.update(later)
             continue
         key, sep, text = arg[2:].partition("=")
         key = key.replace("-", "_")
@@ -239,14 +244,18 @@ def parse(defaults, argv: list[str], usage: str):
         elif not sep:
             raise UserError(f"--{key} needs a value: --{key}={show(getattr(defaults, key))}")
         overrides[key] = convert(text, types_of[key], f"--{key}={text}")
-    for f in dataclasses.fields(defaults):
-        owner = f.metadata.get("of")
-        if owner and overrides.get(owner) not in (
-                None, from_files.get(owner, getattr(defaults, owner))):
-            from_files.pop(f.name, None)
+    drop_dependants(from_files, overrides, defaults)
     session.settings = dataclasses.replace(defaults, **(from_files | overrides))
     session.settings.given = dict.fromkeys(from_files, False) | dict.fromkeys(overrides, True)
     return session.settings
+
+
+def drop_dependants(settings: dict, later: dict, defaults):
+    """Of settings, drop those that go with another (`of`) to which `later` gives a new value."""
+    for f in dataclasses.fields(defaults):
+        owner = f.metadata.get("of")
+        if owner and later.get(owner) not in (None, settings.get(owner, getattr(defaults, owner))):
+            settings.pop(f.name, None)
 
 
 def at_least(least: int, c, *names: str):

@@ -47,10 +47,9 @@ from measure.schedules import (
 )
 from measure.timing import check, environment, machine, write_json
 from running.devices import pick_device, pick_dtype
-from text.rows import load_meta, open_tokens, to_device
+from text.rows import SPLITS, load_meta, note_if_prepared_again, open_tokens, to_device
 from text.tokenizer import other_ids
 
-SPLITS = ("train", "val", "test")
 REFERENCE = (16, 32)  # groups and passes that stand in for decoding there
 
 
@@ -157,6 +156,8 @@ def load_windows(c: PerplexityConfig, checkpoint: dict) -> tuple[Path, Windows]:
     if said := other_ids(meta, checkpoint["meta"]):
         raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}: "
                         "perplexities of other tokens mean nothing")
+    if c.dataset in (None, checkpoint["config"]["dataset"]):
+        note_if_prepared_again(folder, meta, checkpoint["meta"])
     path = folder / f"{c.split}.bin"
     block_size = c.block_size or checkpoint["config"]["block_size"]
     # the tokenizer's own vocabulary: the model's is padded

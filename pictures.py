@@ -37,7 +37,7 @@ from measure.schedules import Schedule
 from measure.timing import write_whole
 from model import Decoder, ModelConfig, rms_norm
 from running.devices import pick_device
-from text.rows import load_meta
+from text.rows import load_meta, note_if_prepared_again
 from text.tokenizer import Tokenizer, other_ids, tokenizer_of
 
 PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"
@@ -535,6 +535,7 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
         folder, meta = load_meta(checkpoint["config"]["dataset"])
         if said := other_ids(meta, checkpoint["meta"]):
             raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}")
+        note_if_prepared_again(folder, meta, checkpoint["meta"])
         windows = Windows(folder / f"{c.split}.bin", meta, T, meta["vocab_size"], c.rows)
         ids = windows.tokens[:-1].tolist()
     else:

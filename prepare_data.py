@@ -355,7 +355,7 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
                 "eos_id": tokenizer.eos_id,
                 "dtype": tokenizer.dtype.name,
                 "tokens": tokens,
-                "val_digest": digest_of(files["val"]),
+                **{f"{split}_digest": digest_of(file) for split, file in files.items()},
                 "input": config.input,
             }
             (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
@@ -371,12 +371,14 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
 
 
 def digest_of(path: Path) -> str:
-    """A digest of a file; empty for one without a byte."""
+    """A digest of a file; empty for one without a byte, or none."""
+    if not path.exists() or not path.stat().st_size:
+        return ""
     digest = hashlib.blake2b(digest_size=8)
     with open(path, "rb") as file:
         while data := file.read(2**20):
             digest.update(data)
-    return digest.hexdigest() if path.stat().st_size else ""
+    return digest.hexdigest()
 
 
 def publish(folder: Path, out: Path, tokens: dict[str, int]) -> None:

@@ -40,7 +40,7 @@ from kernels import Fast, accelerate
 from measure.flops import flops_per_token, peak_flops
 from prepare_data import ensure_python
 from running.devices import pick_device, pick_dtype
-from running.lock import lock_folder
+from running.lock import Lock
 from running.log import Log, import_wandb, start_wandb
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Lost, Processes
@@ -91,7 +91,7 @@ class Trainer:
         self.path = Path(c.out_dir) / "ckpt.pt"
         self.lock = None
         if processes.rank == 0 and self.path.parent.is_dir():
-            self.lock = lock_folder(self.path.parent)  # an earlier start may still be writing there
+            self.lock = Lock(self.path.parent)  # an earlier start may still be writing there
         state, resumes = starting_point(c)
         if c.dataset == "python":
             ensure_python(processes.rank)
@@ -136,10 +136,10 @@ class Trainer:
         share = peak and flops_per_token(self.model_config, c.block_size, "training", head=True) / (
             peak * p.world)
         if p.rank == 0:
-            self.lock = self.lock or lock_folder(self.path.parent)
+            self.lock = self.lock or Lock(self.path.parent)
             wandb = start_wandb(c, wandb_id) if c.wandb else None
         self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, share, p, c,
-                       wandb)
+                       wandb, self.lock)
 
     def identify(self, c: TrainConfig, meta: dict) -> list:
         """The rows that an evaluation is of; losses of others cannot be compared with it."""
@@ -174,6 +174,7 @@ class Trainer:
             if self.log.is_new and not self.log.begun:
                 raise UserError(f"{self.log.path}: cannot be written; what was there before is as "
                                 "it was")
+            self.lock.keep()
             save_checkpoint(self.path, self.state(best))
             if best:
                 keep_copy(self.path, self.path.with_name("best.pt"))
@@ -217,12 +218,13 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss in nats per token over the first eval_rows rows (or all)."""
-        p = self.processes
+        p, model = self.processes, self.fast.model.eval()
         total = torch.zeros(2, device=self.device)  # nats, tokens
         for x, y in self.val_batches(self.device, p.rank, p.world):
             with self.fast.autocast():
-                loss = self.fast.model.loss(solve(self.fast.model, x).final, y)
+                loss = model.loss(solve(model, x).final, y)
             total += torch.stack((loss.float() * y.numel(), total.new_tensor(y.numel())))
+        model.train()
         nats, tokens = p.sum(total).tolist()
         return nats / tokens
 

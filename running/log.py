@@ -16,6 +16,7 @@ from torch import Tensor
 
 from checkpoint import keep_previous
 from configurator import UserError, package
+from running.lock import Lock
 from running.processes import Processes, brief
 
 
@@ -29,8 +30,9 @@ class Log:
     columns = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s")
 
     def __init__(self, path: Path, step: int, tokens_per_step: int, flops_share: float | None,
-                 processes: Processes, c, wandb=None):
+                 processes: Processes, c, wandb=None, lock: Lock | None = None):
         self.path, self.c, self.processes, self.wandb = path, c, processes, wandb
+        self.lock = lock
         self.tokens_per_step = tokens_per_step
         self.flops_share = flops_share  # of the devices' peak, per token and second; or unknown
         self.waiting: list[tuple] = []  # steps whose losses are on the device
@@ -71,12 +73,14 @@ class Log:
         if self.processes.rank or not self.rows:
             return
         size = None
+        if self.lock:
+            self.lock.keep()
         try:
             if not self.begun:
                 self.begin()
-            size = self.path.stat().st_size
+            size = self.path.stat().st_size if self.path.exists() else 0  # somebody tidied up
             with open(self.path, "a", newline="", encoding="utf-8") as f:
-                csv.writer(f).writerows(self.rows)
+                csv.writer(f).writerows(self.rows if size else [self.columns, *self.rows])
             self.rows.clear()
         except OSError as error:
             if size is not None and self.path.exists():

@@ -15,6 +15,7 @@ from checkpoint import damaged, keep_copy, load_checkpoint, load_weights
 from configurator import UserError, ranks
 from model import ModelConfig
 from running.settings import SCHEDULE, TrainConfig, learning_rate
+from text.rows import prepared_again
 from text.tokenizer import other_ids
 
 
@@ -65,16 +66,9 @@ def check_data(c: TrainConfig, meta: dict, state: dict):
                         "tokenizer")
     if c.dataset != state["config"].get("dataset"):
         return
-    now, then = (m["tokens"].get("train") if isinstance(m.get("tokens"), dict) else None
-                 for m in (meta, theirs))
-    changed = []
-    if None not in (now, then) and now != then:
-        changed.append(f"train.bin of {now:,} tokens (there: {then:,}), and so other rows")
-    now, then = meta.get("val_digest"), theirs.get("val_digest")
-    if None not in (now, then) and now != then:
-        changed.append("another val.bin")
-    if changed and ranks()[0] == 0:
-        print(f"note: data/{c.dataset} was prepared again: {'; '.join(changed)}", flush=True)
+    said = prepared_again(meta, theirs)
+    if said and ranks()[0] == 0:
+        print(f"note: data/{c.dataset} was prepared again: {said}; other rows follow", flush=True)
 
 
 def restore(trainer, state: dict):
@@ -91,6 +85,11 @@ def restore(trainer, state: dict):
         raise UserError(f"{t.path} has weights, but no state of the optimizers: "
                         f"--init_from={t.path} begins a new run with them")
     try:
+        groups = [[[len(group["params"]) for group in saved["param_groups"]] for saved in those]
+                  for those in (state["optimizers"], (o.state_dict() for o in t.optimizers))]
+        if groups[0] != groups[1]:
+            raise UserError(f"{t.path}: its optimizers have other groups of parameters than this "
+                            f"version's: --init_from={t.path} begins a new run with its weights")
         for optimizer, saved in zip(t.optimizers, state["optimizers"], strict=True):
             # the state is the checkpoint's, the settings (momentum, fused, ...) are ours
             groups = [old | {k: v for k, v in ours.items() if k != "params"} for old, ours in
@@ -118,11 +117,12 @@ def restore(trainer, state: dict):
         if t.best_id != t.val_id and t.best < math.inf:
             t.processes.print("note: the best loss so far was one of other validation rows; it "
                               "starts anew, and best.pt will be kept as best-previous.pt")
-    changed = [f"{name}={getattr(t.c, name)} (there: {getattr(before, name)})"
-               for name in ("dataset", "seed", "block_size")
-               if getattr(t.c, name) != getattr(before, name)]
-    if changed:
-        t.processes.print(f"note: goes on with {', '.join(changed)}, and so on other rows")
+    for names, so in ((("dataset", "seed", "block_size"), ", and so on other rows"),
+                      (("batch_size", "gradient_accumulation_steps"), "")):
+        changed = [f"{name}={getattr(t.c, name)} (there: {getattr(before, name)})"
+                   for name in names if getattr(t.c, name) != getattr(before, name)]
+        if changed:
+            t.processes.print(f"note: goes on with {', '.join(changed)}{so}")
     if other:
         t.processes.print(f"note: goes on with {', '.join(other.values())}; the weights fit")
     now = learning_rate(t.step, t.c)

@@ -31,6 +31,7 @@ from pictures import plot, save
 from running.settings import TrainConfig
 from running.start import model_config
 from studies.jobs import Job, StudyConfig, read_records, study
+from text.rows import SPLITS, load_meta, open_tokens
 
 SEEDS = 1337, 1338, 1339
 RATE = 2e-3  # of config/short.py
@@ -84,6 +85,17 @@ def check_dataset(c: CorpusConfig):
                         f"takes none of {c.dataset}; --json= names another file")
 
 
+def check_splits(c: CorpusConfig):
+    """Raise UserError for a data set that lacks a split, before hours of training."""
+    folder, meta = load_meta(c.dataset)
+    missing = [f"{split}.bin" for split in SPLITS if not (folder / f"{split}.bin").is_file()]
+    if missing:
+        raise UserError(f"dataset={c.dataset}: {folder} has no {', '.join(missing)}; a study needs "
+                        "all three (python prepare_data.py --test_rows=5000 ...)")
+    for split in SPLITS:
+        open_tokens(folder / f"{split}.bin", meta)
+
+
 def systems(c: CorpusConfig) -> Iterator[Job]:
     """All systems with one seed; those that the paper rests on with three; and with half and double
     the learning rate two of them, and no feedback, which contradicts the paper."""
@@ -111,14 +123,14 @@ def schedules(c: CorpusConfig) -> Iterator[Job]:
 def systems_command(argv: list[str]):
     """Runs of all systems that have no result yet."""
     study(argv, CorpusConfig(json="out/study.json"), systems,
-          "python -m studies.corpus systems: perplexity of every system")
+          "python -m studies.corpus systems: perplexity of every system", check_splits)
 
 
 def schedules_command(argv: list[str]):
     """Runs of all schedules that have no result yet."""
     study(argv, CorpusConfig(json="out/schedules.json"), schedules,
           "python -m studies.corpus schedules: the grid of the paper's section \"Iteration "
-          "schedules in training\"")
+          "schedules in training\"", check_splits)
 
 
 # ---- pictures

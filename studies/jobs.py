@@ -41,8 +41,10 @@ class StudyConfig:
     json: str = key("out/study.json", "file of results, of one command at a time")
 
 
-def study(argv: list[str], defaults: StudyConfig, make: Callable[..., Iterable[Job]], usage: str):
-    """Run the jobs that make(settings) names and that have no record yet, and add theirs.
+def study(argv: list[str], defaults: StudyConfig, make: Callable[..., Iterable[Job]], usage: str,
+          needs: Callable[..., None] = lambda c: None):
+    """Run the jobs that make(settings) names and that have no record yet, and add theirs;
+    needs(settings) raises UserError if what all of them need is not there.
 
     A job that fails, or lacks time, leaves none: then the exit status is 1.
     """
@@ -63,6 +65,7 @@ def study(argv: list[str], defaults: StudyConfig, make: Callable[..., Iterable[J
     if c.list or not jobs:
         print("\n".join(job.name for job in jobs) or f"{c.json}: nothing left to do")
         return
+    needs(c)
     left = run_jobs(jobs, c.json, Path(c.folder), c.at_once, c.minutes)
     if left:
         raise UserError(f"{left} of {len(jobs)} runs have no result yet; the same command goes on")

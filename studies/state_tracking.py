@@ -177,11 +177,13 @@ def train(c: TrackingConfig, device: str, dtype: torch.dtype) -> tuple[Decoder, 
         norm = clip_and_reduce(flat, settings.grad_clip, Processes())
         set_rate(optimizers, learning_rate(step, settings))
         optimizer_step(norm)
-        if (step + 1) % c.log_interval == 0:
+        if (step + 1) % c.log_interval == 0 or step + 1 == c.max_iters:
             losses.append([step + 1, loss.item()])
             if not math.isfinite(losses[-1][1]):
                 raise UserError(f"step {step + 1}: loss {loss.item()}; lower learning_rate")
             print(f"step {step + 1}: loss {losses[-1][1]:.4f}", flush=True)
+    if not torch.stack(torch._foreach_norm(list(model.parameters()))).isfinite().all():
+        raise UserError(f"step {c.max_iters}: the weights are not finite; lower learning_rate")
     return model, fast, losses
 
 

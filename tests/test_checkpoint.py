@@ -95,11 +95,19 @@ def test_a_setting_of_a_changed_model_is_named(state):
     ("config", {"block_size": "16"}, "block_size='16'"),
     ("meta", {"tokenizer": 5, "vocab_size": 257, "eos_id": 256}, "tokenizer=5"),
     ("meta", {"tokenizer": "bytes", "vocab_size": "257", "eos_id": 256}, "vocab_size='257'"),
-    ("meta", "x", "TypeError"), ("model_config", {"kv": "foo"}, "kv='foo'"),
+    ("meta", "x", "TypeError"), ("model_config", {"n_layer": "3"}, "TypeError"),
     ("model_config", [1], "TypeError")])
 def test_what_a_checkpoint_lacks_is_named(state, part, value, words):
     torch.save(state | {part: value}, "b.pt")
     with pytest.raises(UserError, match="b.pt: not a checkpoint of train.py.*" + words):
+        checkpoint.load_model("b.pt")
+
+
+@pytest.mark.parametrize("what", [{"kv": "mine"}, {"router": "deep"}], ids=str)
+def test_a_checkpoint_of_another_version_s_system_is_not_called_damaged(state, what):
+    torch.save(state | {"model_config": state["model_config"] | what}, "b.pt")
+    (name, value), = what.items()
+    with pytest.raises(UserError, match=f"b.pt: a model with {name}={value}, which this version"):
         checkpoint.load_model("b.pt")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
 import json
@@ -87,7 +88,8 @@ def test_files_hold_the_documents_one_eos_each_and_the_meta_data(tmp_path):
         "eos_id": EOS,
         "dtype": "uint16",
         "tokens": {"train": len(raw) // 2, "val": 0, "test": 0},
-        "val_digest": "",
+        "train_digest": hashlib.blake2b(raw, digest_size=8).hexdigest(),
+        "val_digest": "", "test_digest": "",
         "input": str(source),
     }
     assert sorted(os.listdir(out)) == ["meta.json", "train.bin"]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from configurator import UserError
 
+SPLITS = ("train", "val", "test")
 
 class TokenRows:
     """Rows of block_size tokens with their targets, each epoch in a random order of its own.
@@ -101,6 +102,28 @@ def load_meta(dataset: str) -> tuple[Path, dict]:
             raise ValueError(f"dtype: {meta['dtype']!r}")
         return folder, {name: meta[name] for name in
                         ("tokenizer", "fingerprint", "vocab_size", "eos_id", "dtype", "tokens",
-                         "val_digest") if name in meta}
+                         *(f"{split}_digest" for split in SPLITS)) if name in meta}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}/meta.json is damaged ({error}); prepare it again") from None
+
+
+def prepared_again(now: dict, then: dict) -> str | None:
+    """Which splits differ in two meta data of a data set, in words, or None; what either does not
+    say counts as equal."""
+    said = []
+    for split in SPLITS:
+        n, m = (meta["tokens"].get(split) if isinstance(meta.get("tokens"), dict) else None
+                for meta in (now, then))
+        a, b = (meta.get(f"{split}_digest") for meta in (now, then))
+        if None not in (n, m) and n != m:
+            said.append(f"{split}.bin of {n:,} tokens (there: {m:,})")
+        elif None not in (a, b) and a != b:
+            said.append(f"another {split}.bin")
+    return ", ".join(said) or None
+
+
+def note_if_prepared_again(folder: Path, now: dict, then: dict):
+    """Say so where a model is scored on a data set that has changed since its training."""
+    if said := prepared_again(now, then):
+        print(f"note: {folder} was prepared again since the training: {said}; what is scored may "
+              "have been trained on")

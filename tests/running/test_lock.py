@@ -1,7 +1,9 @@
 """Two runs do not share a folder."""
 
+import shutil
+
 import pytest
-from runs import in_process, losses, make
+from runs import in_process, load, losses, make
 
 from configurator import UserError
 
@@ -16,3 +18,26 @@ def test_two_runs_do_not_share_a_folder(folder, monkeypatch):
     assert sorted(losses("out/log.csv")) == [0, 1]
     first.lock.close()
     assert in_process(folder, monkeypatch, max_iters=3, init_from="resume").step == 3
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_folder_that_is_moved_or_removed_is_made_anew(folder, monkeypatch, capsys, moved):
+    trainer = make(folder, monkeypatch, max_iters=4)
+    trainer.update()
+    shutil.move("out", "before") if moved else shutil.rmtree("out")
+    trainer.run()
+    assert "note: out was moved or removed" in capsys.readouterr().out
+    assert sorted(losses("out/log.csv")) == [1, 2, 3] and load("out/ckpt.pt")["step"] == 4
+
+
+def test_a_run_whose_folder_another_one_has_by_now_leaves_it_alone(folder, monkeypatch):
+    pytest.importorskip("fcntl")
+    trainer = make(folder, monkeypatch, max_iters=4)
+    trainer.update()
+    shutil.rmtree("out")
+    other = make(folder, monkeypatch, max_iters=2, seed=2)
+    other.update()
+    with pytest.raises(UserError, match="out: another run.*moved or removed.*are not saved"):
+        trainer.run()
+    other.run()
+    assert sorted(losses("out/log.csv")) == [0, 1] and load("out/ckpt.pt")["config"]["seed"] == 2

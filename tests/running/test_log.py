@@ -74,6 +74,14 @@ def test_rows_wait_while_the_disk_is_full(folder, monkeypatch, capsys):
         trainer.log.close()
 
 
+def test_a_log_that_is_tidied_away_is_begun_anew(folder, monkeypatch):
+    trainer = make(folder, monkeypatch, max_iters=3)
+    trainer.update()
+    Path("out/log.csv").rename("kept.csv")
+    trainer.run()
+    assert sorted(losses("kept.csv")) == [0] and sorted(losses("out/log.csv")) == [1, 2]
+
+
 def test_a_new_run_without_room_for_its_log_moves_no_other_away(folder, monkeypatch):
     in_process(folder, monkeypatch, max_iters=2)
     before = {p.name: p.read_bytes() for p in Path("out").iterdir()}
