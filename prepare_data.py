@@ -50,6 +50,7 @@ from text.documents import FORMATS, Documents, find_files, fineweb_edu, python_d
 from text.tokenizer import CARRIED, Tokenizer, carry, get_tokenizer, pieces
 
 SPLITS = ("train", "val", "test")
+FEW = 2**24  # tokens that may all be in memory
 ROW = 2048  # tokens in a row of test.bin, as in the paper
 PART = 2**18  # characters of a document that are handled at a time
 BATCH = 2**20  # characters that a process gets at a time
@@ -311,12 +312,21 @@ def take_rows(folder: Path, tokenizer: Tokenizer, split: str, rows: int) -> int:
 
 
 def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
-    """Give val something where chance did not: the last document, or the end of a lone long one."""
+    """Give val something where chance did not: the last document of which there is no copy, if
+    there is one, or the end of a lone long one."""
     train = folder / "train.bin"
     count = train.stat().st_size // tokenizer.dtype.itemsize
     start = document_start(train, tokenizer, count - 1)
-    if start > 0:
+    if start > 0 and count > FEW:  # of so many, the last is hardly a copy
         move_tail(folder, start, "val", tokenizer.dtype)
+    elif start > 0:
+        ids = read_ids(train, tokenizer, 0, count)
+        texts = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id)[:-1] + 1)
+        times = Counter(text.tobytes() for text in texts)
+        alone = [i for i, text in enumerate(texts) if times[text.tobytes()] == 1]
+        if alone:
+            texts.pop(alone[-1]).tofile(folder / "val.bin")
+            np.concatenate(texts).tofile(train)
     elif count >= 10_000:  # a few pages are nothing to measure on: they stay whole
         start = max(1, int(count * (1 - fraction)))
         # cut behind white space, and leave val more than the EOS

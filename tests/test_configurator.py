@@ -175,6 +175,30 @@ def test_json_to_stdout_is_alone_there(monkeypatch):
     assert out.getvalue() == "{}\n" and session.answers is None
 
 
+def test_a_later_file_s_system_has_its_own_schedule(tmp_path):
+    """As one that the command line names has."""
+    first, second, third = (str(tmp_path / f"{name}.py") for name in "abc")
+    Path(first).write_text("kv = 'vanilla'\nn_groups = 4\nseed = 5\n")
+    Path(second).write_text("kv = 'lckv'\n")
+    Path(third).write_text("kv = 'lckv'\nn_groups = 3\n")
+    for argv, n in (([first], 4), ([first, "--kv=lckv"], None), ([first, second], None),
+                    ([first, third], 3), ([third, second], 3), ([first, second, first], 4)):
+        c = parse(TrainConfig(), argv, "")
+        assert (c.n_groups, c.seed) == (n, 1337 if first not in argv else 5)
+
+
+def test_a_path_that_may_not_be_looked_at_is_one_line(capsys):
+    for error in (PermissionError(errno.EACCES, "Permission denied", "/closed/x"),
+                  OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300)):
+        def main(argv, error=error):
+            raise error
+
+        with pytest.raises(SystemExit) as end:
+            run(main, [])
+        assert end.value.code == 1
+        assert capsys.readouterr().err == f"error: {error.filename}: {error.strerror}\n"
+
+
 def test_threads_do_not_spin_for_long_unless_the_user_says_so():
     """On a machine with other busy processes threads that spin cost a hundredfold."""
     code = "import configurator, os; print(os.environ.get('GOMP_SPINCOUNT'))"

@@ -133,6 +133,16 @@ def test_small_corpora_still_have_train_and_val(tmp_path, count):
         assert sorted(read_texts(out) + read_texts(out, "val")) == texts
 
 
+@pytest.mark.parametrize("texts", ["abcb", "abb", "bb", "abab"])
+def test_val_is_no_copy_of_what_is_trained_on(tmp_path, texts):
+    """Where chance gives it nothing: the last document that is there once, or none."""
+    once = [text for text in texts if texts.count(text) == 1]
+    out = prep(write_jsonl(tmp_path / "a.jsonl", texts), "--val_fraction=1e-9")
+    val = read_texts(out, "val") if (out / "val.bin").exists() else []
+    assert val == once[-1:]
+    assert read_texts(out) == [text for text in texts if text not in val]
+
+
 def test_one_long_text_gives_its_end_to_val(tmp_path):
     source = tmp_path / "book.txt"
     source.write_text("It was a dark and stormy night.\n" * 1000, encoding="utf-8")

@@ -221,6 +221,17 @@ def best_of(path) -> tuple[int, float]:
     return state["step"], state["best_val_loss"]
 
 
+def test_an_evaluation_is_without_dropout(folder, monkeypatch):
+    trainer = make(folder, monkeypatch, max_iters=1)
+    expected, modes = trainer.validate(), []
+    trainer.model.blocks[0].down_proj.register_forward_hook(
+        lambda module, x, out: modes.append(module.training) or torch.dropout(
+            out, 0.5, module.training))
+    assert trainer.validate() == expected and not any(modes)
+    trainer.gradient()
+    assert modes[-1] and trainer.model.training
+
+
 @pytest.mark.parametrize("other", [{"dataset": "other"}, {"eval_rows": 5}, {"block_size": 8},
                                    {"dataset": TINY["dataset"]}], ids=str)
 def test_losses_on_other_validation_rows_are_not_compared(folder, monkeypatch, capsys, other):

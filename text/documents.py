@@ -55,7 +55,9 @@ def find_files(names: str) -> list[Path]:
         if not paths:
             raise UserError(f"--input: {name} does not exist")
         inside = itertools.chain(*(files_in(p) if p.is_dir() else [p] for p in paths))
-        found = [p for p in inside if p.name.lower().endswith(FORMATS) and p.is_file()]
+        found = [p for p in inside if p.name.lower().endswith(FORMATS) and not p.is_dir()]
+        if lost := next((p for p in found if not p.exists()), None):
+            raise UserError(f"--input: {lost} is a link to a file that is not there")
         if not found:
             raise UserError(f"--input: {name} is or holds no {', '.join(FORMATS)} file")
         files += found
@@ -67,9 +69,20 @@ def find_files(names: str) -> list[Path]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """All that is in a folder and those in it, but what is hidden there."""
-    return [p for p in sorted(folder.rglob("*"))
-            if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+    """All files in a folder and those in it, also where links lead, but what is hidden there.
+    Raises UserError for a folder that cannot be read."""
+    def refuse(error: OSError):
+        raise UserError(f"--input: {error.filename}: {error.strerror}")
+
+    found, seen = [], set()
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        real = os.path.realpath(place)
+        # a link that leads upwards would never end
+        folders[:] = [] if real in seen else [f for f in folders if not f.startswith(".")]
+        if real not in seen:
+            found += [Path(place, name) for name in names if not name.startswith(".")]
+        seen.add(real)
+    return sorted(found)
 
 
 class Documents:

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from runs import in_process, load, make
 
 import prepare_data
 from configurator import UserError
@@ -17,6 +19,21 @@ def prepare(folder, *texts, **settings) -> dict:
     prepare_data.main([f"--input={folder / 'a.jsonl'}", "--out_dir=data/mine",
                        *(f"--{name}={value}" for name, value in settings.items())])
     return load_meta("mine")[1]
+
+
+def test_optimizers_with_other_groups_are_not_called_damaged(folder, monkeypatch):
+    in_process(folder, monkeypatch, max_iters=1)
+    state = load("out/ckpt.pt")
+    state["optimizers"][0]["param_groups"][0]["params"].pop()
+    torch.save(state, "out/ckpt.pt")
+    with pytest.raises(UserError, match="optimizers have other groups.*begins a new run with its"):
+        make(folder, monkeypatch, max_iters=2, init_from="resume")
+
+
+def test_another_batch_is_said(folder, monkeypatch, capsys):
+    in_process(folder, monkeypatch, max_iters=1)
+    make(folder, monkeypatch, max_iters=2, init_from="resume", batch_size=2).lock.close()
+    assert "note: goes on with batch_size=2 (there: 4)\n" in capsys.readouterr().out
 
 
 def test_a_data_set_prepared_again_under_its_name_is_noticed(tmp_path, monkeypatch, capsys):

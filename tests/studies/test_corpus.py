@@ -54,6 +54,15 @@ def test_a_record_has_the_scores_and_every_validation_loss(tmp_path):
         "torch": "t"}
 
 
+def test_a_data_set_without_a_test_set_is_refused_before_any_run(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for command in (corpus.systems_command, corpus.schedules_command):
+        with pytest.raises(UserError, match="data/random has no test.bin.*--test_rows"):
+            command(["--dataset=random", f"--folder={folder}/runs"])
+        command(["--dataset=random", "--list"])
+    assert not list((folder / "runs").iterdir())
+
+
 def test_results_of_another_data_set_are_not_mixed_in():
     with pytest.raises(UserError, match="it has results of dataset=corpus, and takes none of mine"):
         corpus.systems_command(["--dataset=mine", "--list", f"--json={ROOT}/results/study.json"])

@@ -56,6 +56,13 @@ def test_a_run_trains_and_is_scored_at_every_position(tmp_path, argv):
         assert torch.tensor(result["routing"]["keys"]).shape == (2, 2)
 
 
+def test_a_run_that_diverged_is_no_result(tmp_path):
+    with pytest.raises(UserError, match="step 3: loss nan|step 3: the weights are not finite"):
+        run(tmp_path, "--max_iters=3", "--log_interval=100", "--schedule=4x1+2",
+            "--learning_rate=1e9")
+    assert not (tmp_path / "one.json").exists()
+
+
 def test_a_model_that_can_learns_the_first_products(tmp_path):
     """The first target is the element itself, the second a product of two."""
     result = run(tmp_path, "--kv=vanilla", "--schedule=1x0+1", "--group=z60", "--max_iters=120",

@@ -7,6 +7,7 @@ import gzip
 import http.server
 import importlib.util
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -79,6 +80,33 @@ def test_files_are_named_by_lists_folders_and_globs(tmp_path, monkeypatch):
     for names, name in (("b", "b"), ("b/2.txt", "2"), ("b/1.jsonl.gz", "1"), ("b/*.gz", "b"),
                         ("B/6.TXT", "6")):
         assert prepare_data.dataset_name(names, find_files(names)[0]) == name
+
+
+def test_links_are_followed_once_and_what_cannot_be_read_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("in/a.txt", "in/closed/c.txt", "elsewhere/b.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    try:
+        Path("in/more").symlink_to("../elsewhere")
+        Path("in/up").symlink_to("..")
+    except OSError:
+        pytest.skip("no links here")
+    assert {p.name for p in find_files("in")} == {"a.txt", "b.txt", "c.txt"}
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    with monkeypatch.context() as m:
+        m.setattr(os, "scandir", scandir)
+        with pytest.raises(UserError, match="--input: .*closed: Permission denied"):
+            find_files("in")
+    Path("in/lost.txt").symlink_to("nowhere.txt")
+    with pytest.raises(UserError, match="--input: in/lost.txt is a link to a file that is not"):
+        find_files("in")
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-20], lambda b: b[:200] + b"xx" + b[202:],
