@@ -281,9 +281,13 @@ def read_curve(where: str, c: CurvesConfig) -> Curve:
     loss, val = read_log(path)
     per_step, checkpoint = c.tokens_per_step, path.with_name("ckpt.pt")
     if per_step is None and checkpoint.is_file():
-        settings = load_checkpoint(checkpoint, "meta")["config"]
-        per_step = math.prod(settings[name] for name in (
+        state = load_checkpoint(checkpoint, "meta")
+        per_step = math.prod(state["config"][name] for name in (
             "gradient_accumulation_steps", "batch_size", "block_size"))
+        seen = state.get("rows_seen", 0) * state["config"]["block_size"]
+        if seen not in (0, per_step * state.get("step", 0)):
+            print(f"note: {path}: this run has changed its batch or its data set on the way; its "
+                  f"tokens are counted by the last one, {per_step:,} a step")
     scale = per_step or 1
     smooth = c.smooth or max(15, len(loss) // 50)
     return Curve(path.parent.name or where, scale * (1.0 + np.array(list(loss))),

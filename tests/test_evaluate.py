@@ -236,6 +236,17 @@ def test_graph_on_gpu(tmp_path, kv, dtype):
     assert graph == pytest.approx(eager, rel=1e-4)
 
 
+def test_a_data_set_prepared_again_since_the_training_is_noted(folder, capsys):
+    for theirs, said in (({}, ""), ({"train_digest": "1", "tokens": {"test": 83}}, ""),
+                         ({"train_digest": "2"}, "again since the training: another train.bin;"),
+                         ({"tokens": {"test": 84}}, "test.bin of 83 tokens (there: 84)")):
+        damage(folder, train_digest="1")
+        save_model(folder / "out", META | theirs)
+        evaluate.main(["perplexity", "--device=cpu"])
+        out = capsys.readouterr().out
+        assert ("prepared again" in out) == bool(said) and said in out
+
+
 # ---- bad input
 
 def damage(folder, **changes):

@@ -43,7 +43,7 @@ def figures(monkeypatch):
     return kept
 
 
-def write_log(folder, losses, val=(), first=0, checkpoint=None):
+def write_log(folder, losses, val=(), first=0, checkpoint=None, **state):
     """log.csv of a run with these losses, and after n steps the validation losses val = (n, x)."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [f"{first + n},{x},,0.1,1.0,99\n" for n, x in enumerate(losses)]
@@ -53,7 +53,7 @@ def write_log(folder, losses, val=(), first=0, checkpoint=None):
     if checkpoint:
         meta = {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256}
         save_checkpoint(folder / "ckpt.pt", {"model": {}, "model_config": {}, "meta": meta,
-                                             "config": checkpoint, "w": torch.zeros(3)})
+                                             "config": checkpoint, "w": torch.zeros(3), **state})
 
 
 SIZES = {"gradient_accumulation_steps": 4, "batch_size": 2, "block_size": 8}
@@ -170,6 +170,14 @@ def test_a_letter_is_of_a_font_that_has_it_or_escaped(figures, monkeypatch):
     assert list(plt.rcParams["font.family"])[1:] == ["STIXGeneral"]
     plt.figure().suptitle("x\u210a")
     plt.gcf().canvas.draw()
+
+
+def test_a_run_with_another_batch_on_the_way_is_noted(here, capsys):
+    for rows, noted in ((30 * 4 * 2, False), (90, True)):
+        write_log(here / "a", [6 - n / 10 for n in range(30)], checkpoint=SIZES,
+                  step=30, rows_seen=rows)
+        pictures.read_curve("a", CurvesConfig())
+        assert ("a/log.csv: this run has changed its batch" in capsys.readouterr().out) == noted
 
 
 def test_curves_of_one_run_show_its_end(here, figures):
