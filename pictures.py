@@ -188,7 +188,7 @@ def connections(c: ConnectionsConfig):
     panels = []
     for name, config in named_configs(c.systems, sizes).items():
         kind = name.rstrip("0123456789")
-        title, note = SYSTEMS[kind]
+        title, note = SYSTEMS.get(kind, (kind, "a system of your own"))
         part = f"\n{len(plan(config).channels)}/{c.n_layer} of the cache"
         panels.append((title.format(name.removeprefix(kind)), note + part, plan(config)))
     columns = min(4, len(panels))

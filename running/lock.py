@@ -17,7 +17,7 @@ except ImportError:  # on Windows
 
 
 class Lock:
-    """Makes a folder ours until it is closed. Raises UserError if another run has the folder, or
+    """It makes a folder ours until it is closed. Raises UserError if another run has the folder, or
     if it cannot be written to.
 
     The lock is a file of its own, which stays: systems that refuse to replace or remove an open
@@ -26,11 +26,15 @@ class Lock:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.take()
+
+    def take(self):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file = open(folder / ".lock", "a")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.folder / ".lock", "a")
         except OSError as error:
-            raise UserError(f"out_dir={folder}: cannot be written to ({error.strerror})") from None
+            raise UserError(f"out_dir={self.folder}: cannot be written to ({error.strerror})"
+                            ) from None
         try:
             if fcntl is not None:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,7 +42,7 @@ class Lock:
                 msvcrt.locking(self.file.fileno(), msvcrt.LK_NBLCK, 1)
         except (BlockingIOError, PermissionError):
             self.close()
-            raise UserError(f"out_dir={folder}: another run is writing there") from None
+            raise UserError(f"out_dir={self.folder}: another run is writing there") from None
         except OSError:
             pass  # a file system without locks
 
@@ -50,11 +54,13 @@ class Lock:
         try:
             if os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.folder / ".lock")):
                 return
-        except OSError:
+        except FileNotFoundError:
             pass
+        except OSError:  # a disk that does not answer is none that was moved
+            return
         self.close()
         try:
-            self.__init__(self.folder)
+            self.take()
         except UserError as error:
             raise UserError(f"{error}; this run's folder was moved or removed while it went on, "
                             "and its last steps are not saved") from None
