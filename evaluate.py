@@ -157,7 +157,7 @@ def load_windows(c: PerplexityConfig, checkpoint: dict) -> tuple[Path, Windows]:
         raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}: "
                         "perplexities of other tokens mean nothing")
     if c.dataset in (None, checkpoint["config"]["dataset"]):
-        note_if_prepared_again(folder, meta, checkpoint["meta"])
+        note_if_prepared_again(folder, meta, checkpoint)
     path = folder / f"{c.split}.bin"
     block_size = c.block_size or checkpoint["config"]["block_size"]
     # the tokenizer's own vocabulary: the model's is padded

@@ -284,10 +284,9 @@ def read_curve(where: str, c: CurvesConfig) -> Curve:
         state = load_checkpoint(checkpoint, "meta")
         per_step = math.prod(state["config"][name] for name in (
             "gradient_accumulation_steps", "batch_size", "block_size"))
-        seen = state.get("rows_seen", 0) * state["config"]["block_size"]
-        if seen not in (0, per_step * state.get("step", 0)):
-            print(f"note: {path}: this run has changed its batch or its data set on the way; its "
-                  f"tokens are counted by the last one, {per_step:,} a step")
+        if state.get("tokens_seen", 0) not in (0, per_step * state.get("step", 0)):
+            print(f"note: {path}: this run has changed its batch on the way; its tokens are "
+                  f"counted by the last one, {per_step:,} a step")
     scale = per_step or 1
     smooth = c.smooth or max(15, len(loss) // 50)
     return Curve(path.parent.name or where, scale * (1.0 + np.array(list(loss))),
@@ -539,7 +538,7 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
         folder, meta = load_meta(checkpoint["config"]["dataset"])
         if said := other_ids(meta, checkpoint["meta"]):
             raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}")
-        note_if_prepared_again(folder, meta, checkpoint["meta"])
+        note_if_prepared_again(folder, meta, checkpoint)
         windows = Windows(folder / f"{c.split}.bin", meta, T, meta["vocab_size"], c.rows)
         ids = windows.tokens[:-1].tolist()
     else:

@@ -91,13 +91,14 @@ class Trainer:
         self.path = Path(c.out_dir) / "ckpt.pt"
         self.lock = None
         if processes.rank == 0 and self.path.parent.is_dir():
-            self.lock = Lock(self.path.parent)  # an earlier start may still be writing there
+            # an earlier start may still be writing there
+            self.lock = Lock(self.path.parent, processes.print)
         state, resumes = starting_point(c)
         if c.dataset == "python":
             ensure_python(processes.rank)
         self.folder, self.meta = load_meta(c.dataset)
-        if state is not None:
-            check_data(c, self.meta, state)
+        # were parts of the training on other versions of the data set?
+        self.again = state is not None and check_data(c, self.meta, state)
         source = self.path if resumes else c.init_from.removeprefix("auto:")
         self.model_config = model_config(c, self.meta, state, source)
         self.rows = TokenRows(self.folder / "train.bin", self.meta, c.block_size, c.seed)
@@ -112,7 +113,7 @@ class Trainer:
         self.model = build(self.model_config).to(self.device)
         self.flat = flat_gradient(self.model)
         self.optimizers = make_optimizers(self.model, c)
-        self.step, self.rows_seen, self.saved = 0, 0, 0
+        self.step, self.rows_seen, self.tokens_seen, self.saved = 0, 0, 0, 0
         self.best, self.best_id = math.inf, self.val_id  # the loss, and the rows that it is of
         if resumes:
             restore(self, state)
@@ -136,7 +137,7 @@ class Trainer:
         share = peak and flops_per_token(self.model_config, c.block_size, "training", head=True) / (
             peak * p.world)
         if p.rank == 0:
-            self.lock = self.lock or Lock(self.path.parent)
+            self.lock = self.lock or Lock(self.path.parent, p.print)
             wandb = start_wandb(c, wandb_id) if c.wandb else None
         self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, share, p, c,
                        wandb, self.lock)
@@ -160,7 +161,8 @@ class Trainer:
         wandb = self.log.wandb.id if self.log.wandb else None
         return {"model": self.model.state_dict(), "model_config": asdict(self.model_config),
                 "optimizers": optimizers, "meta": self.meta, "config": asdict(self.c),
-                "step": self.step, "rows_seen": self.rows_seen, "best_val_loss": self.best,
+                "prepared_again": self.again, "step": self.step, "rows_seen": self.rows_seen,
+                "tokens_seen": self.tokens_seen, "best_val_loss": self.best,
                 "best_id": self.best_id, "is_best": best,
                 "rng": torch.get_rng_state(), "wandb": wandb}
 
@@ -205,6 +207,7 @@ class Trainer:
         set_rate(self.optimizers, lr)
         self.optimizer_step(norm)
         self.rows_seen += c.gradient_accumulation_steps * c.batch_size
+        self.tokens_seen += self.tokens_per_step
         self.step += 1
         self.log.add(self.step - 1, loss, lr, norm)
 

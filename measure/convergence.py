@@ -81,7 +81,7 @@ def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
     folder, meta = load_meta(checkpoint["config"]["dataset"])
     if said := other_ids(meta, checkpoint["meta"]):
         raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}")
-    note_if_prepared_again(folder, meta, checkpoint["meta"])
+    note_if_prepared_again(folder, meta, checkpoint)
     rows = TokenRows(folder / "val.bin", meta,
                      c.block_size or checkpoint["config"]["block_size"], None)
     return model, *rows.batch(0, min(c.rows, rows.n_rows), device)

@@ -5,8 +5,10 @@ A folder that one run at a time writes to.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+from checkpoint import keep_previous
 from configurator import UserError
 
 try:
@@ -24,8 +26,8 @@ class Lock:
     file could not replace a log or a checkpoint that carries it.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, say: Callable[[str], None] = print):
+        self.folder, self.say = folder, say
         self.take()
 
     def take(self):
@@ -45,14 +47,18 @@ class Lock:
             raise UserError(f"out_dir={self.folder}: another run is writing there") from None
         except OSError:
             pass  # a file system without locks
+        self.place = os.stat(self.folder)
 
     def keep(self):
         """Before something is written: lock the folder of that name anew if ours was moved or
-        removed. Raises UserError if another run has it by now."""
+        removed; what lies there by now is moved to `previous`. Raises UserError if another run has
+        it."""
         if self.file.closed:
             return
+        mine, same = os.fstat(self.file.fileno()), False
         try:
-            if os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.folder / ".lock")):
+            same = os.path.samestat(self.place, os.stat(self.folder))
+            if os.path.samestat(mine, os.stat(self.folder / ".lock")):
                 return
         except FileNotFoundError:
             pass
@@ -64,7 +70,11 @@ class Lock:
         except UserError as error:
             raise UserError(f"{error}; this run's folder was moved or removed while it went on, "
                             "and its last steps are not saved") from None
-        print(f"note: {self.folder} was moved or removed; the run goes on in a new one", flush=True)
+        if not same:
+            previous = keep_previous(self.folder)
+            kept = f"; the run that lay there is kept in {previous}" if previous else ""
+            self.say(f"note: {self.folder} was moved or removed; the run goes on in a new one"
+                     + kept)
 
     def close(self):
         self.file.close()

@@ -54,7 +54,7 @@ def model_config(c: TrainConfig, meta: dict, weights: dict | None = None,
         raise UserError(str(error)) from None
 
 
-def check_data(c: TrainConfig, meta: dict, state: dict):
+def check_data(c: TrainConfig, meta: dict, state: dict) -> bool:
     """Raise UserError if a checkpoint reads other ids than the data set has.
 
     Where the data set of that name has other text by now, it says so.
@@ -65,10 +65,12 @@ def check_data(c: TrainConfig, meta: dict, state: dict):
                         "mean nothing for other ids; prepare the data set with the checkpoint's "
                         "tokenizer")
     if c.dataset != state["config"].get("dataset"):
-        return
+        return False
     said = prepared_again(meta, theirs)
     if said and ranks()[0] == 0:
-        print(f"note: data/{c.dataset} was prepared again: {said}; other rows follow", flush=True)
+        rows = "; other rows follow" if "train.bin" in said else ""
+        print(f"note: data/{c.dataset} was prepared again: {said}{rows}", flush=True)
+    return bool(said or state.get("prepared_again"))
 
 
 def restore(trainer, state: dict):
@@ -101,6 +103,8 @@ def restore(trainer, state: dict):
                     raise ValueError("an optimizer's state is of other shapes than the weights")
         torch.set_rng_state(state["rng"].cpu())
         t.step, t.rows_seen = int(state["step"]), int(state["rows_seen"])
+        block_size = state["config"]["block_size"]
+        t.tokens_seen = int(state.get("tokens_seen", t.rows_seen * block_size))
         t.best, t.saved = float(state["best_val_loss"]), t.step
         before = TrainConfig(**{f.name: state["config"][f.name] for f in fields(TrainConfig)
                                 if f.name in state["config"]})

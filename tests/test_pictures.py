@@ -173,9 +173,9 @@ def test_a_letter_is_of_a_font_that_has_it_or_escaped(figures, monkeypatch):
 
 
 def test_a_run_with_another_batch_on_the_way_is_noted(here, capsys):
-    for rows, noted in ((30 * 4 * 2, False), (90, True)):
+    for tokens, noted in ((30 * 64, False), (30 * 32, True)):
         write_log(here / "a", [6 - n / 10 for n in range(30)], checkpoint=SIZES,
-                  step=30, rows_seen=rows)
+                  step=30, tokens_seen=tokens)
         pictures.read_curve("a", CurvesConfig())
         assert ("a/log.csv: this run has changed its batch" in capsys.readouterr().out) == noted
 

@@ -55,7 +55,8 @@ def find_files(names: str) -> list[Path]:
         if not paths:
             raise UserError(f"--input: {name} does not exist")
         inside = itertools.chain(*(files_in(p) if p.is_dir() else [p] for p in paths))
-        found = [p for p in inside if p.name.lower().endswith(FORMATS) and not p.is_dir()]
+        found = [p for p in inside if p.name.lower().endswith(FORMATS)
+                 and (p.is_file() or p.is_symlink() and not p.exists())]
         if lost := next((p for p in found if not p.exists()), None):
             raise UserError(f"--input: {lost} is a link to a file that is not there")
         if not found:
@@ -78,7 +79,7 @@ def files_in(folder: Path) -> list[Path]:
     for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         real = os.path.realpath(place)
         # a link that leads upwards would never end
-        folders[:] = [] if real in seen else [f for f in folders if not f.startswith(".")]
+        folders[:] = [] if real in seen else sorted(f for f in folders if not f.startswith("."))
         if real not in seen:
             found += [Path(place, name) for name in names if not name.startswith(".")]
         seen.add(real)

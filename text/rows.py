@@ -122,8 +122,9 @@ def prepared_again(now: dict, then: dict) -> str | None:
     return ", ".join(said) or None
 
 
-def note_if_prepared_again(folder: Path, now: dict, then: dict):
-    """Say so where a model is scored on a data set that has changed since its training."""
-    if said := prepared_again(now, then):
-        print(f"note: {folder} was prepared again since the training: {said}; what is scored may "
-              "have been trained on")
+def note_if_prepared_again(folder: Path, now: dict, checkpoint: dict):
+    """Say so where a model is scored on a data set that has changed since, or in, its training."""
+    said = prepared_again(now, checkpoint["meta"])
+    if said or checkpoint.get("prepared_again"):
+        when = f"since the training: {said}" if said else "between parts of the training"
+        print(f"note: {folder} was prepared again {when}; what is scored may have been trained on")

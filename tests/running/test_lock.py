@@ -1,6 +1,7 @@
 """Two runs do not share a folder."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from runs import in_process, load, losses, make
@@ -28,6 +29,27 @@ def test_a_folder_that_is_moved_or_removed_is_made_anew(folder, monkeypatch, cap
     trainer.run()
     assert "note: out was moved or removed" in capsys.readouterr().out
     assert sorted(losses("out/log.csv")) == [1, 2, 3] and load("out/ckpt.pt")["step"] == 4
+
+
+def test_a_run_that_has_come_to_the_place_of_a_moved_folder_is_kept(folder, monkeypatch, capsys):
+    pytest.importorskip("fcntl")
+    trainer = make(folder, monkeypatch, max_iters=4)
+    trainer.update()
+    shutil.move("out", "before")
+    in_process(folder, monkeypatch, max_iters=2, seed=7)
+    finished = Path("out/ckpt.pt").read_bytes()
+    trainer.run()
+    assert "the run that lay there is kept in out/previous" in capsys.readouterr().out
+    assert Path("out/previous/ckpt.pt").read_bytes() == finished
+    assert sorted(losses("out/previous/log.csv")) == [0, 1]
+    assert sorted(losses("out/log.csv")) == [1, 2, 3] and load("out/ckpt.pt")["step"] == 4
+
+
+def test_a_lock_that_is_removed_is_taken_again(folder, monkeypatch, capsys):
+    trainer = make(folder, monkeypatch, max_iters=2)
+    Path("out/.lock").unlink()
+    trainer.run()
+    assert Path("out/.lock").exists() and "moved" not in capsys.readouterr().out
 
 
 def test_a_run_whose_folder_another_one_has_by_now_leaves_it_alone(folder, monkeypatch):

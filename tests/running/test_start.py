@@ -30,6 +30,15 @@ def test_optimizers_with_other_groups_are_not_called_damaged(folder, monkeypatch
         make(folder, monkeypatch, max_iters=2, init_from="resume")
 
 
+def test_training_on_two_versions_of_a_data_set_is_remembered(folder, monkeypatch):
+    meta = folder / "data" / "random" / "meta.json"
+    text = json.loads(meta.read_text())
+    for n, digest, again in ((1, "1", False), (2, "1", False), (3, "2", True), (4, "2", True)):
+        meta.write_text(json.dumps(text | {"train_digest": digest}))
+        in_process(folder, monkeypatch, max_iters=n, init_from="auto")
+        assert load("out/ckpt.pt")["prepared_again"] is again
+
+
 def test_another_batch_is_said(folder, monkeypatch, capsys):
     in_process(folder, monkeypatch, max_iters=1)
     make(folder, monkeypatch, max_iters=2, init_from="resume", batch_size=2).lock.close()
