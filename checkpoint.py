@@ -108,8 +108,9 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
                           for name, tensor in state["model"].items()}
         sizes = dict(state["model_config"])
         strange = sorted(sizes.keys() - {f.name for f in fields(ModelConfig)})
-        strange += [f"{name}={sizes[name]}" for name, known in (("kv", SYSTEMS), (
-            "router", ROUTERS)) if isinstance(sizes.get(name), str) and sizes[name] not in known]
+        for name, known in (("kv", SYSTEMS), ("router", ROUTERS)):
+            if isinstance(value := sizes.get(name), str) and value not in known:
+                strange.append(f"{name}={value}")
         if strange:
             raise UserError(f"{path}: a model with {', '.join(strange)}, which this version has "
                             "not; a changed model, or a later version, wrote it")

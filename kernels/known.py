@@ -89,10 +89,11 @@ def alike(module: nn.Module | None, fresh: nn.Module | None) -> bool:
     no hook?"""
     if module is None or fresh is None:
         return module is fresh
+    shapes, expected = ({name: p is not None and p.shape for name, p in m._parameters.items()}
+                        for m in (module, fresh))
     return (type(module) is type(fresh) and vars(module).keys() == vars(fresh).keys()
             and not hooked(module) and module._modules.keys() == fresh._modules.keys()
-            and {name: p is not None and p.shape for name, p in module._parameters.items()}
-            == {name: p is not None and p.shape for name, p in fresh._parameters.items()}
+            and shapes == expected
             and all(map(alike, module._modules.values(), fresh._modules.values())))
 
 

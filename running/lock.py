@@ -31,6 +31,7 @@ class Lock:
         self.take()
 
     def take(self):
+        """Lock the folder of that name as it is now."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = open(self.folder / ".lock", "a")

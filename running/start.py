@@ -73,6 +73,24 @@ def check_data(c: TrainConfig, meta: dict, state: dict) -> bool:
     return bool(said or state.get("prepared_again"))
 
 
+def load_optimizers(t, states: list[dict]):
+    """Give a trainer's optimizers a checkpoint's state. Raises UserError if they have other groups
+    of parameters, ValueError if a state is of other shapes."""
+    theirs, ours = ([[len(group["params"]) for group in state["param_groups"]] for state in those]
+                    for those in (states, (o.state_dict() for o in t.optimizers)))
+    if theirs != ours:
+        raise UserError(f"{t.path}: its optimizers have other groups of parameters than this "
+                        f"version's: --init_from={t.path} begins a new run with its weights")
+    for optimizer, saved in zip(t.optimizers, states):
+        # the state is the checkpoint's, the settings (momentum, fused, ...) are ours
+        groups = [old | {k: v for k, v in ours.items() if k != "params"}
+                  for old, ours in zip(saved["param_groups"], optimizer.param_groups)]
+        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+        for p, its in optimizer.state.items():
+            if any(isinstance(x, Tensor) and x.dim() and x.shape != p.shape for x in its.values()):
+                raise ValueError("an optimizer's state is of other shapes than the weights")
+
+
 def restore(trainer, state: dict):
     """Continue the run of a checkpoint, by the settings of this one; says so where these mean
     other rows, passes or another rate. Raises UserError if it has another model."""
@@ -87,20 +105,7 @@ def restore(trainer, state: dict):
         raise UserError(f"{t.path} has weights, but no state of the optimizers: "
                         f"--init_from={t.path} begins a new run with them")
     try:
-        groups = [[[len(group["params"]) for group in saved["param_groups"]] for saved in those]
-                  for those in (state["optimizers"], (o.state_dict() for o in t.optimizers))]
-        if groups[0] != groups[1]:
-            raise UserError(f"{t.path}: its optimizers have other groups of parameters than this "
-                            f"version's: --init_from={t.path} begins a new run with its weights")
-        for optimizer, saved in zip(t.optimizers, state["optimizers"], strict=True):
-            # the state is the checkpoint's, the settings (momentum, fused, ...) are ours
-            groups = [old | {k: v for k, v in ours.items() if k != "params"} for old, ours in
-                      zip(saved["param_groups"], optimizer.param_groups, strict=True)]
-            optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-            for p, its in optimizer.state.items():
-                if any(isinstance(x, Tensor) and x.dim() and x.shape != p.shape
-                       for x in its.values()):
-                    raise ValueError("an optimizer's state is of other shapes than the weights")
+        load_optimizers(t, state["optimizers"])
         torch.set_rng_state(state["rng"].cpu())
         t.step, t.rows_seen = int(state["step"]), int(state["rows_seen"])
         block_size = state["config"]["block_size"]
