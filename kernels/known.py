@@ -9,6 +9,7 @@ with the model prints the new fingerprints by `python -m kernels.known`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import io
@@ -21,6 +22,7 @@ import attention
 import baselines
 import decoding
 import model as plain
+from baselines import NoFeedback, Recurrent
 from model import Block, Decoder
 from pool import Branch, Pool, WhiteMatter
 
@@ -32,7 +34,8 @@ PARTS = {
              Decoder.loss, Decoder.nats),
     "block": (plain.rotate, Block, Decoder.states),
     "pool": (Branch, Pool, WhiteMatter.pool, WhiteMatter.new_cache, Decoder.store),
-    "recurrent": (baselines.Recurrent.attend, baselines.attend_with_own),
+    "no feedback": (Branch, Pool, NoFeedback, baselines.mix_up_to),
+    "recurrent": (Recurrent.attend, baselines.attend_with_own),
     "decoding": (decoding.step, decoding.next_start, decoding.Steps, Decoder.attend,
                  WhiteMatter.attend),
     "choice": (decoding.choose, decoding.Choice),
@@ -42,6 +45,7 @@ FINGERPRINTS = {
     "loss": "f687515e517e3ee2",
     "block": "cda6a8e6eb33b819",
     "pool": "745b0e67e80a0c15",
+    "no feedback": "7523cb05397b7d22",
     "recurrent": "b0e7b242fe31f206",
     "decoding": "7e9733723e18ef7b",
     "choice": "ce0efa5c22c32ac0",
@@ -69,13 +73,14 @@ def essence(source: str) -> str:
     return "".join(out)
 
 
-def changed() -> set[str]:
+@functools.cache
+def changed() -> frozenset[str]:
     """Parts whose code is not what the kernels stand in for."""
     try:
-        return {part for part, objects in PARTS.items()
-                if fingerprint(objects) != FINGERPRINTS[part]}
+        return frozenset(part for part, objects in PARTS.items()
+                         if fingerprint(objects) != FINGERPRINTS[part])
     except (OSError, tokenize.TokenError):  # no source to look at
-        return set(PARTS)
+        return frozenset(PARTS)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -111,11 +116,11 @@ def pool_fits(L: int, D: int) -> bool:
 def unknown(model: Decoder) -> set[str]:
     """Parts of this model that the kernels do not know: of other code, or of sizes that they do
     not take."""
-    found, kind, c = changed(), type(model), model.config
+    found, kind, c = set(changed()), type(model), model.config
     with torch.device("meta"):
         norm, embed = plain.RMSNorm(c.n_embd), nn.Embedding(c.vocab_size, c.n_embd)
         blocks = [Block(c, model.has_kv(layer)) for layer in range(c.n_layer)]
-        pool = Pool(c) if isinstance(model, WhiteMatter) and model.iterates else None
+        pool = Pool(c) if isinstance(model, WhiteMatter) else None
 
     def check(part: str, owner: type, *names: str):
         if any(getattr(kind, name) is not getattr(owner, name) or name in vars(model)
@@ -129,22 +134,26 @@ def unknown(model: Decoder) -> set[str]:
         found.add("loss")
     if not head_fits(c.head_dim):
         found.add("attention")
-    if isinstance(model, baselines.Recurrent):
-        check("recurrent", baselines.Recurrent, "attend")
+    if isinstance(model, Recurrent):
+        check("recurrent", Recurrent, "attend")
     if not isinstance(model, WhiteMatter):
         check("attention", Decoder, "new_cache")
     if len(model.blocks) != c.n_layer or not all(map(alike, model.blocks, blocks)):
         found.add("block")
+    mixing, owner, *methods = (
+        ("no feedback", NoFeedback, "attend", "source", "channel", "dummy_channel")
+        if isinstance(model, NoFeedback) else
+        ("pool", WhiteMatter, "pool", "new_cache", "store", "refill"))
     if pool is not None:
-        check("pool", WhiteMatter, "pool", "new_cache", "store", "refill")
+        check(mixing, owner, *methods)
         if not alike(model.kv_pool, pool) or not pool_fits(pool.n_sources, c.n_embd):
-            found.add("pool")
+            found.add(mixing)
     check("decoding", kind, "attend")
     if kind not in (Decoder, WhiteMatter):
         found.add("decoding")
-    if not isinstance(model, baselines.Recurrent):
-        found.discard("recurrent")
-    return found
+    its = {"recurrent": isinstance(model, Recurrent)} | {
+        part: pool is not None and part == mixing for part in ("pool", "no feedback")}
+    return {part for part in found if its.get(part, True)}
 
 
 if __name__ == "__main__":

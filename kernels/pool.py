@@ -417,12 +417,26 @@ def fold(key, value) -> tuple[Tensor, ...]:
     return gain, bias, proj, router
 
 
-class Folded:
-    """Both branches of the pool, ready for many evaluations on states of one dtype."""
+def fold_up_to(key, value, layer: int) -> tuple[Tensor, ...]:
+    """The same of channel `layer` alone and its sources 0..layer, for no feedback."""
+    branches, n = (key, value), layer + 1
+    gain = torch.stack([b.pre_norm[:n] for b in branches])
+    bias = torch.stack([b.bias[layer:n, :n] for b in branches])
+    proj = torch.stack([b.proj[layer] * b.post_norm[layer] for b in branches])
+    if key.router is None:
+        return gain, bias, proj
+    rows = slice(layer * key.bias.size(1), layer * key.bias.size(1) + n)
+    gains = [b.pre_norm[layer % b.stride:n:b.stride].flatten() for b in branches]
+    router = torch.cat([b.router.weight[rows, -len(g):] * g for b, g in zip(branches, gains)])
+    return gain, bias, proj, router
 
-    def __init__(self, key, value, dtype: torch.dtype):
-        self.stride = key.stride
-        weights = fold(key, value)
+
+class Folded:
+    """Both branches of a pool, ready for many evaluations on states of one dtype."""
+
+    def __init__(self, weights: tuple[Tensor, ...], stride: int, dtype: torch.dtype):
+        """weights: as `fold` returns them; stride: of the router's inputs."""
+        self.stride = stride
         self.gain, self.bias, self.proj, *router = (w.detach().to(dtype) for w in weights)
         self.router = router[0] if router else None
         self.dgain, self.sums = None, None

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import Rows
-from baselines import Recurrent
+from baselines import NoFeedback, Recurrent
 from decoding import Choice, Steps
 from kernels import decode, norms
 from kernels import loss as head
@@ -27,7 +27,7 @@ from kernels.compiled import rms_norm
 from kernels.known import hooked
 from kernels.linear import Copies, Linear, add_waiting, linear
 from kernels.norms import Gain, add_norm, split_heads
-from kernels.pool import Folded
+from kernels.pool import Folded, fold, fold_up_to
 from kernels.swiglu import swiglu
 from kernels.tape import TapeCache, attend
 from model import Decoder, RMSNorm
@@ -98,23 +98,50 @@ def states(self, x: Tensor, rows: Rows, cache: TapeCache | None = None, first: i
     return h
 
 
+def through(dummy: Tensor, folded: Folded, key_norm: Tensor) -> tuple[Tensor, Tensor]:
+    """The dummy (D,) through a pool: keys and values (k, Hkv, d) of position 0, where nothing is
+    rotated; key_norm (k, d)."""
+    source = dummy.to(folded.gain.dtype).expand(1, 1, -1)
+    keys, values = folded.channels([source] * folded.gain.size(1))[:, :, 0, 0].unflatten(
+        -1, (-1, key_norm.size(-1)))
+    return rms_norm(keys, key_norm[:, None]), values
+
+
 class TwinPool:
     """WhiteMatter's cache, whose pool is folded once for many writes."""
 
     def new_cache(self, B: int, S: int, like: Tensor) -> TapeCache:
         """`WhiteMatter.new_cache`, on a tape."""
         pool = self.kv_pool
-        folded, sink = Folded(pool.key, pool.value, self.dtype), None
-        if self.has_dummy:  # at position 0, where nothing is rotated
-            source = pool.dummy.to(self.dtype).expand(1, 1, -1)
-            keys, values = folded.channels([source] * pool.n_sources)[:, :, 0, 0].unflatten(
-                -1, pool.heads)
-            sink = rms_norm(keys, pool.key_norm[:, None]), values
+        folded = Folded(fold(pool.key, pool.value), pool.key.stride, self.dtype)
+        sink = through(pool.dummy, folded, pool.key_norm) if self.has_dummy else None
         return TapeCache(*self.empty(B, S, like), sink, folded)
 
     def store(self, h: list[Tensor], rows: Rows, cache: TapeCache):
         projected = cache.folded.channels(h[self.sources])
         cache.put_projected(rows, projected, self.key_gain)
+
+
+class TwinNoFeedback:
+    """No feedback's channels of whole rows, each by the pool's kernels."""
+
+    def attend(self, layer: int, q: Tensor, h: list[Tensor], own: list, rows: Rows,
+               cache: TapeCache | None) -> Tensor:
+        if not rows.complete:
+            return super().attend(layer, q, h, own, rows, cache)
+        pool, (Hkv, d) = self.kv_pool, self.kv_pool.heads
+        folded = Folded(fold_up_to(pool.key, pool.value, layer), pool.key.stride, self.dtype)
+        keys, values = folded.channels(h)[:, 0]
+        k, *_ = split_heads(keys, Hkv, Gain(pool.key_norm[layer]), None, rows.cos, rows.sin)
+        v = values.unflatten(-1, (Hkv, d))
+        if cache is not None:
+            with torch.no_grad():
+                cache.put(rows.columns, k[None], v[None], layer)
+        sink = None
+        if self.has_dummy:
+            key_norm = pool.key_norm[layer:layer + 1]
+            sink = [x[0] for x in through(pool.dummy, folded, key_norm)]
+        return self.attention(q, k, v, rows, sink)
 
 
 class TwinRecurrent:
@@ -159,6 +186,8 @@ def twin(model: Decoder, dtype: torch.dtype, training: bool, unknown: set[str]) 
         methods["states"] = states
     if isinstance(model, WhiteMatter) and model.iterates and "pool" not in unknown:
         bases.insert(0, TwinPool)
+    if isinstance(model, NoFeedback) and "no feedback" not in unknown:
+        bases.insert(0, TwinNoFeedback)
     if isinstance(model, Recurrent):
         bases.insert(0, TwinRecurrent)
     other = stand_in(model, fused and training)

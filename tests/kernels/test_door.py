@@ -7,7 +7,7 @@ from small import small_model as smaller_model
 
 import decoding
 import kernels
-from baselines import Feedback, Recurrent
+from baselines import Feedback, NoFeedback, Recurrent
 from configurator import UserError
 from kernels import accelerate, known
 from model import Block, Decoder
@@ -68,11 +68,19 @@ class Sink(Feedback):
         return super().new_cache(*args, **options)
 
 
-def test_a_changed_norm_attention_or_cache_is_noticed():
+class Doubled(NoFeedback):
+    """Another channel."""
+
+    def channel(self, *args):
+        return tuple(2 * x for x in super().channel(*args))
+
+
+def test_a_changed_norm_attention_channel_or_cache_is_noticed():
     model = small_model()
     model.norm = torch.nn.LayerNorm(16)
     assert "loss" in known.unknown(model)
-    for kv, changed, part in (("recurrent", Half, "recurrent"), ("feedback", Sink, "attention")):
+    for kv, changed, part in (("recurrent", Half, "recurrent"), ("feedback", Sink, "attention"),
+                              ("nofeedback", Doubled, "no feedback")):
         model = small_model(kv=kv)
         model.__class__ = changed
         assert part in known.unknown(model)

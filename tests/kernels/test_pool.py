@@ -55,8 +55,12 @@ def reference(branches, states):
     return torch.cat([branch.channels(unit)[:, 0] for branch in branches])
 
 
+def folded_of(branches, dtype):
+    return pool_kernels.Folded(pool_kernels.fold(*branches), branches[0].stride, dtype)
+
+
 def ours(branches, states):
-    return pool_kernels.Folded(*branches, states[0].dtype).channels(states).flatten(0, 1)
+    return folded_of(branches, states[0].dtype).channels(states).flatten(0, 1)
 
 
 def results(function, branches, states, grad):
@@ -124,7 +128,7 @@ def test_evaluations_add_up(tiles):
     states = [h.float() for h in states]
 
     def twice(branches, states):
-        folded = pool_kernels.Folded(*branches, states[0].dtype)
+        folded = folded_of(branches, states[0].dtype)
         first = folded.channels([h[:1] for h in states]).flatten(0, 1)
         return torch.cat([first, folded.channels(states).flatten(0, 1)], 1)
 
@@ -141,7 +145,7 @@ def test_evaluations_add_up(tiles):
 
 def test_wrong_arguments():
     branches, states, _ = case(N=4, n_layer=3, n_channels=3, n_embd=32)
-    folded = pool_kernels.Folded(*(b.float() for b in branches), torch.float32)
+    folded = folded_of([b.float() for b in branches], torch.float32)
     states = [h.float() for h in states]
     with pytest.raises(ValueError, match="are needed"):
         folded.channels([*states[:2], states[2].double()])

@@ -79,6 +79,7 @@ def test_a_twin_solves_as_the_model_does(k, solver, few_rows, monkeypatch, large
 
 
 OTHERS = {"vanilla": dict(kv="vanilla"), "nofeedback": dict(kv="nofeedback"),
+          "nofeedback, no router": dict(kv="nofeedback", router="static", dummy=False),
           "lckv": dict(kv="lckv", lckv_w=1, n_groups=1, n_nograd=1),
           "feedback": dict(kv="feedback"), "recurrent": dict(kv="recurrent"),
           "fusedkv": dict(kv="fusedkv"), "fusedkv_lite": dict(kv="fusedkv_lite"),
