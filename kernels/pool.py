@@ -31,6 +31,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,6 +52,7 @@ CONFIGS = {
     "states": (528, 1024, 4, 3, None),
 }
 MULTIPROCESSORS = 132  # of a Hopper GPU
+MULTIPLE = 8  # of which a channel of no feedback has sources, some without a gain
 
 
 # ---- pieces -----------------------------------------------------------------------------------
@@ -418,17 +420,19 @@ def fold(key, value) -> tuple[Tensor, ...]:
 
 
 def fold_up_to(key, value, layer: int) -> tuple[Tensor, ...]:
-    """The same of channel `layer` alone and its sources 0..layer, for no feedback."""
+    """The same of channel `layer` alone and its sources 0..layer, for no feedback. Before them come
+    others without a gain, up to a MULTIPLE, as each number of sources is compiled anew."""
     branches, n = (key, value), layer + 1
-    gain = torch.stack([b.pre_norm[:n] for b in branches])
-    bias = torch.stack([b.bias[layer:n, :n] for b in branches])
+    more, rows = -n % MULTIPLE, slice(layer * key.bias.size(1), layer * key.bias.size(1) + n)
+    gain = torch.stack([F.pad(b.pre_norm[:n], (0, 0, more, 0)) for b in branches])
+    bias = torch.stack([F.pad(b.bias[layer:n, :n], (more, 0)) for b in branches])
     proj = torch.stack([b.proj[layer] * b.post_norm[layer] for b in branches])
     if key.router is None:
         return gain, bias, proj
-    rows = slice(layer * key.bias.size(1), layer * key.bias.size(1) + n)
-    gains = [b.pre_norm[layer % b.stride:n:b.stride].flatten() for b in branches]
-    router = torch.cat([b.router.weight[rows, -len(g):] * g for b, g in zip(branches, gains)])
-    return gain, bias, proj, router
+    inputs = gain[:, (n + more - 1) % key.stride::key.stride].flatten(1)  # (2, L' D)
+    weights = [b.router.weight[rows, -inputs.size(1):] for b in branches]
+    return gain, bias, proj, torch.cat([
+        F.pad(w, (inputs.size(1) - w.size(1), 0, more, 0)) * i for w, i in zip(weights, inputs)])
 
 
 class Folded:

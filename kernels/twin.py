@@ -131,7 +131,8 @@ class TwinNoFeedback:
             return super().attend(layer, q, h, own, rows, cache)
         pool, (Hkv, d) = self.kv_pool, self.kv_pool.heads
         folded = Folded(fold_up_to(pool.key, pool.value, layer), pool.key.stride, self.dtype)
-        keys, values = folded.channels(h)[:, 0]
+        before = [h[0].detach()] * (folded.gain.size(1) - len(h))  # which have no gain
+        keys, values = folded.channels(before + h)[:, 0]
         k, *_ = split_heads(keys, Hkv, Gain(pool.key_norm[layer]), None, rows.cos, rows.sin)
         v = values.unflatten(-1, (Hkv, d))
         if cache is not None:
