@@ -445,8 +445,10 @@ def systems_command(argv: list[str]):
             "seconds": time.perf_counter() - began, "val_loss": trainer.best}
         print(f"{name:12s} {r['params']:10,d} {r['cache']:6.3g} {r['passes']:>6s} "
               f"{r['seconds']:7.1f} {r['val_loss']:7.4f}", flush=True)
-    write_json(c.json, {"command": "systems", "settings": asdict(c), "tokens_per_step": tokens,
-                        **environment(trainer.device, trainer.dtype), "systems": results})
+        if c.json != "-" or len(results) == len(systems):  # at once, as the next may be stopped
+            write_json(c.json, {
+                "command": "systems", "settings": asdict(c), "tokens_per_step": tokens,
+                **environment(trainer.device, trainer.dtype), "systems": results})
 
 
 COMMANDS = {"flops": flops_command, "train": train_command, "decode": decode_command,

@@ -392,8 +392,9 @@ def test_every_system_is_timed(capsys):
         assert [line.split()[0] for line in lines] == list(ALL)
 
 
-def test_systems_command(tmp_path, monkeypatch, capsys):
-    """All are trained on the same rows, by train.py."""
+@pytest.fixture
+def small_config(tmp_path, monkeypatch):
+    """c.py, small sizes, in a working folder with a data set of noise."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "data" / "noise"
     folder.mkdir(parents=True)
@@ -407,6 +408,10 @@ def test_systems_command(tmp_path, monkeypatch, capsys):
                  eval_rows=2)
     config = "".join(f"{k} = {v}\n" for k, v in sizes.items())
     (tmp_path / "c.py").write_text(config + 'dataset = "noise"\n')
+
+
+def test_systems_command(small_config, tmp_path, capsys):
+    """All are trained on the same rows, by train.py."""
     bench.main(["systems", "--config=c.py", f"--systems={','.join(ALL)}", "--max_iters=2",
                 "--device=cpu", "--json=r.json"])
     result = json.loads((tmp_path / "r.json").read_text())
@@ -421,6 +426,17 @@ def test_systems_command(tmp_path, monkeypatch, capsys):
     assert [r["passes"] for r in result["systems"].values()] == [
         "1", "1+2", "1+2", "1+2", "1", "7+2", "1+2", "1+2", "1", "1"]
     assert "step" not in capsys.readouterr().out.split("\n\n")[1]
+
+
+def test_systems_that_are_done_are_written_where_the_next_one_fails(small_config, tmp_path,
+                                                                    monkeypatch):
+    trainer = bench.train.Trainer
+    run = trainer.run
+    monkeypatch.setattr(trainer, "run", lambda t: run(t) if t.c.kv == "vanilla" else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.main(["systems", "--config=c.py", "--systems=vanilla,k1", "--max_iters=1",
+                    "--device=cpu", "--json=r.json"])
+    assert list(json.loads((tmp_path / "r.json").read_text())["systems"]) == ["vanilla"]
 
 
 # ---- bad input
