@@ -54,10 +54,16 @@ def pytest_runtestloop(session):
             raise RuntimeError("the second process of the tests has not come to its end")
         reports.seek(0)
         for line in reports:
-            report = config.hook.pytest_report_from_serializable(config=config,
-                                                                 data=json.loads(line))
-            config.hook.pytest_runtest_logreport(report=report)
+            config.hook.pytest_runtest_logreport(report=restored(config, line))
     return True
+
+
+def restored(config, line):
+    """A report from its line of JSON."""
+    report = config.hook.pytest_report_from_serializable(config=config, data=json.loads(line))
+    if isinstance(report.longrepr, list):  # why a test was skipped; JSON knows no tuples
+        report.longrepr = tuple(report.longrepr)
+    return report
 
 
 @contextlib.contextmanager
