@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 
 # before torch, which reads what it tells OpenMP
-from configurator import UserError, key, parse, run, run_command
+from configurator import UserError, at_least, key, parse, run, run_command
 
 # isort: split
 import torch
@@ -52,6 +52,7 @@ from measure.timing import (
 )
 from model import ModelConfig
 from running.devices import pick_device, pick_dtype
+from running.settings import check as check_settings
 from running.start import model_config
 
 # ---- flops
@@ -340,7 +341,7 @@ def decode_command(argv: list[str]):
     print(f"{machine(device)}\ncontext {c.context}, L={c.n_layer}, D={c.n_embd}, vocabulary "
           f"{c.vocab_size:,}, temperature {c.temperature}, top_k {c.top_k}; GB/s: keys and values "
           "that attention reads, over the whole time\n")
-    print(f"{'':10s} {'batch':>5s} {'us/token':>9s} {'tokens/s':>9s} {'x':>6s} {'GB/s':>7s} "
+    print(f"{'':10s} {'batch':>5s} {'us/step':>9s} {'tokens/s':>9s} {'x':>6s} {'GB/s':>7s} "
           f"{'cache MiB':>9s} {'first s':>8s}")
     results = []
     for B in batch_sizes:
@@ -422,6 +423,8 @@ def systems_command(argv: list[str]):
                for name, settings in named_configs(c.systems, same).items()}
     for name, settings in systems.items():  # before the first one takes its time
         try:
+            check_settings(settings)
+            at_least(1, settings, "eval_rows")  # the loss that is compared
             model_config(settings, {"vocab_size": 64, "eos_id": None})
         except UserError as error:
             raise UserError(f"systems={c.systems}, {name}: {error}") from None

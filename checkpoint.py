@@ -156,9 +156,17 @@ def damaged(path: Path, error: Exception) -> UserError:
 def load_model(path: str | Path, device: str = "cpu") -> tuple[Decoder, dict]:
     """Model in evaluation mode and its checkpoint, from a file or an out_dir."""
     state = load_checkpoint(path)
-    with torch.device("meta"):  # no memory yet: the file's tensors become the model's
-        model = build(ModelConfig(**state["model_config"]))
-    load_weights(model, state, path, assign=True)
+    config = ModelConfig(**state["model_config"])
+    try:
+        with torch.device("meta"):  # no memory yet: the file's tensors become the model's
+            model = build(config)
+        own = any(isinstance(x, Tensor) for m in model.modules()
+                  for x in (*vars(m).values(), *m.buffers(recurse=False)))
+    except (NotImplementedError, RuntimeError):  # it reads a number of a tensor
+        own = True
+    if own:  # a changed model, with tensors that no file has
+        model = build(config)
+    load_weights(model, state, path, assign=not own)
     return model.to(device, torch.float32).eval(), state
 
 

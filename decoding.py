@@ -223,7 +223,7 @@ def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
              n_groups: int | None = None, tol: float | None = None, stop_id: int | None = None,
              n_ids: int | None = None, decoding: type = Decoding,
              stats: Stats | None = None) -> Iterator[list[int | None]]:
-    """Continue a batch of prompts (token ids, each at least one, of any lengths).
+    """Continue a batch of prompts (token ids, each at least one, of any lengths), or of rows (B, T).
 
     Yields, step by step, one new id per row; None for a row that has ended. A row ends at
     `stop_id`, which is not part of the result; the generator ends when all rows have. Ids from
@@ -231,10 +231,13 @@ def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
     not finite.
     """
     stats = stats or Stats()
+    prompts = [[int(i) for i in prompt] for prompt in prompts]
+    if not all(prompts):
+        raise ValueError("an empty prompt: it needs an id to begin with, such as that of EOS")
     if max_new_tokens < 1:
         return
     began = time.perf_counter()
-    u = draws(seed, max_new_tokens, len(prompts)).to(model.norm.weight.device)
+    u = draws(seed, max_new_tokens, len(prompts)).to(model.embed.weight.device)
     state, stats.report = begin(model, prompts, max_new_tokens,
                                 Choice(u, temperature, top_k, top_p, n_ids),
                                 solver, passes, n_groups, tol, decoding=decoding)
@@ -260,7 +263,7 @@ def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
 def begin(model: Decoder, prompts: list[list[int]], max_new_tokens: int, choice: Callable,
           *how, decoding: type = Decoding) -> tuple[Decoding, Report]:
     """Prefill the prompts, each different one once, into a cache with room for all new tokens."""
-    device = model.norm.weight.device
+    device = model.embed.weight.device
     place = {tuple(p): i for i, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
     of = torch.tensor([place[tuple(p)] for p in prompts], device=device)
     lengths = torch.tensor([len(p) for p in place], device=device)

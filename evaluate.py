@@ -72,7 +72,8 @@ class Windows:
         if largest >= vocab_size:
             raise UserError(f"{path}: it holds id {largest}, the model has a vocabulary of "
                             f"{vocab_size} ids; it was prepared with another tokenizer")
-        self.block_size, self.n_targets = block_size, len(self.tokens) - 1
+        self.n_targets = len(self.tokens) - 1
+        self.block_size = min(block_size, self.n_targets)  # a longer window would be padding
 
     def __len__(self) -> int:
         return -(-self.n_targets // self.block_size)
@@ -107,7 +108,7 @@ def mean_losses(losses: Losses, windows: Windows, batch_size: int,
     Where `fast` has them, a batch is a CUDA graph. Not where a tolerance decides when to end, nor
     token by token, which would be hundreds of thousands of kernels.
     """
-    device, s = str(losses.model.norm.weight.device), losses.schedule
+    device, s = str(losses.model.embed.weight.device), losses.schedule
     graph = fast is not None and fast.graph and s.tol is None and s.solver != "autoregressive"
     batch_size = min(batch_size, len(windows))
     function, total = fast.graphed(losses) if graph else losses, 0
@@ -159,7 +160,11 @@ def load_windows(c: PerplexityConfig, checkpoint: dict) -> tuple[Path, Windows]:
     if c.dataset in (None, checkpoint["config"]["dataset"]):
         note_if_prepared_again(folder, meta, checkpoint)
     path = folder / f"{c.split}.bin"
-    block_size = c.block_size or checkpoint["config"]["block_size"]
+    trained = checkpoint["config"]["block_size"]
+    block_size = c.block_size or trained
+    if block_size > trained:
+        print(f"note: block_size={block_size} is more than the {trained} of training; positions "
+              "beyond it were never trained")
     # the tokenizer's own vocabulary: the model's is padded
     return path, Windows(path, meta, block_size, meta["vocab_size"], c.limit_rows)
 

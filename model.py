@@ -190,10 +190,13 @@ class Decoder(nn.Module):
         return True
 
     def init_weights(self):
-        """N(0, 0.02) for every matrix, gains at 1."""
+        """N(0, 0.02) for every matrix of the blocks and the embedding, 0 for biases (there are none
+        yet), gains at 1."""
         for module in (self.embed, *self.blocks.modules()):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
 
     def n_params(self) -> int:
         """Parameters without the embedding, which is also the head (the paper's count)."""

@@ -395,6 +395,9 @@ def read_schedules(path: str) -> dict:
     """The results of `bench.py prefill`; its schedules in order of their groups g."""
     try:
         results = json.loads(Path(path).read_text(encoding="utf-8"))
+        if "schedules" not in results and results.get("command") == "prefill":
+            raise UserError(f"json={path}: of bench.py prefill --systems=; the picture is one of "
+                            "schedules, of prefill without it")
         for s in results["schedules"]:
             s["g"] = s["g"] if "g" in s else s["n_groups"]
             s["ms"] = 1e3 * s["seconds_per_sequence"] if s["passes"] is not None else None
@@ -551,7 +554,7 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
 
 def read_connectome(c: ConnectomeConfig, model: Decoder, rows: list[list[int]]) -> Connectome:
     """Run the model over the rows, one by one; a pool with a static router is welcome, too."""
-    mc, device = model.config, model.norm.weight.device
+    mc, device = model.config, model.embed.weight.device
     schedule = Schedule("training")
     if c.exact and model.iterates:
         schedule = Schedule("cyclic", 1, mc.n_groups, TOLERANCE[torch.float32])

@@ -118,7 +118,8 @@ class WhiteMatter(Decoder):
         self.n_channels = config.n_channels
         self.has_dummy = config.dummy
         self.sources = slice(0, self.kv_pool.n_sources)
-        self.n_top = int(not config.top_output)  # h[L] feeds no channel
+        # h[L] feeds no channel; but a pool of one's own may read it
+        self.n_top = int(not config.top_output and type(self).pool is WhiteMatter.pool)
 
     def has_kv(self, layer: int) -> bool:
         return False  # the pool projects them

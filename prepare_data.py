@@ -442,6 +442,9 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
     argv = joined(argv, PrepareConfig())  # so that values are no corpora
     names = [arg for arg in argv if not arg.startswith("-") and not arg.endswith(".py")]
     for name in names:
+        if name not in CORPORA and any(arg.startswith("--input=") for arg in argv):
+            raise UserError(f"{name}: --input takes one list, --input=a.txt,b.txt, or a pattern in "
+                            "quotes, --input='*.txt'")
         if name not in CORPORA:
             raise UserError(f"{name}: no such corpus, there are {' and '.join(CORPORA)}; your own "
                             f"text: --input={name}")

@@ -54,31 +54,34 @@ class Report:
 class Solution:
     """States of all tokens, the cache for decoding (None if not asked for) and the report."""
 
-    parts: list[States]  # of each strided group
+    parts: list[States]  # of each group
     cache: Cache | None
     report: Report
+    columns: list[slice] | None = None  # where the groups stand; None: strided ones, in order
 
     @property
     def states(self) -> Tensor:
         """h (B, T, L + 1, D): the states entering each layer, then the final output."""
-        return interleave([torch.stack(h, 2) for h in self.parts])
+        return interleave([torch.stack(h, 2) for h in self.parts], self.columns)
 
     @property
     def final(self) -> Tensor:
         """h[L] (B, T, D), the input of `Decoder.logits` and `Decoder.loss`."""
-        return interleave([h[-1] for h in self.parts])
+        return interleave([h[-1] for h in self.parts], self.columns)
 
 
-def interleave(parts: list[Tensor]) -> Tensor:
-    """Put strided groups (B, T/g, ...) back into token order; they may differ in length by one."""
+def interleave(parts: list[Tensor], columns: list[slice] | None = None) -> Tensor:
+    """Put groups (B, T/g, ...) back into token order: those of `columns`, or strided ones."""
     if len(parts) == 1:
         return parts[0]
-    if parts[0].size(1) == parts[-1].size(1):
+    strided = [slice(q, None, len(parts)) for q in range(len(parts))]
+    columns = columns or strided
+    if columns == strided and parts[0].size(1) == parts[-1].size(1):
         return torch.stack(parts, 2).flatten(1, 2)
     B, _, *rest = parts[0].shape
     out = parts[0].new_empty(B, sum(p.size(1) for p in parts), *rest)
-    for q, part in enumerate(parts):
-        out[:, q::len(parts)] = part
+    for at, part in zip(columns, parts):
+        out[:, at] = part
     return out
 
 
@@ -147,13 +150,14 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
         return one_pass(model, idx, doc, keep_cache)
     rows = model.rows(idx, doc)
     groups = rows.split(n_groups)
+    columns = [group.columns for group in groups]
     first, end = model.iterated
     below = [model.embed_tokens(idx)]  # (B, T, D)
     whole = None  # the cache of all layers, if a pass runs but some
     if end - first < len(model.blocks):
         whole = model.new_cache(*idx.shape, like=below[0]) if keep_cache else None
         below = model.states(below[0], rows, whole, 0, first)
-    xs = [below[-1][:, group.columns].contiguous() for group in groups]  # (B, T/g, D) each
+    xs = [below[-1][:, at].contiguous() for at in columns]  # (B, T/g, D) each
     parts = [initial(x, model) for x in xs]
     report = Report(tol=tol)
     cache = None
@@ -176,10 +180,10 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
                 if not records and report.converged:
                     break
     if end - first < len(model.blocks):
-        h = [interleave(list(states)) for states in zip(*parts)]
+        h = [interleave(list(states), columns) for states in zip(*parts)]
         above = model.states(h[-1], rows, whole, end)  # in place: `cache`, a fork, has it, too
         parts = [[*below[:-1], *h, *above[1:]]]
-    return Solution(parts, cache if keep_cache else None, report)
+    return Solution(parts, cache if keep_cache else None, report, columns)
 
 
 def autoregressive(model: Decoder, idx: Tensor, doc: Tensor | None = None,

@@ -17,6 +17,7 @@ SIGUSR2 finish the step, save, and exit with 128 + the signal's number.
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -306,7 +307,7 @@ def main(argv: list[str], signals: Signals | None = None):
         processes.print(f"step {trainer.step} of {c.max_iters}: nothing left to do")
     trainer.run(signals)
     processes.print(f"{trainer.path}: step {trainer.step}; "
-                    f"python sample.py --out_dir={c.out_dir}")
+                    + shlex.join(["python", "sample.py", f"--out_dir={c.out_dir}"]))
     processes.end()
 
 

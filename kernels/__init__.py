@@ -33,7 +33,7 @@ def accelerate(model: Decoder, dtype: torch.dtype, compile: bool | None = None,
     Raises UserError for compile=True where there is no C compiler, and for recompute=True and a
     system that needs one pass.
     """
-    on_cuda = model.norm.weight.is_cuda
+    on_cuda = model.embed.weight.is_cuda
     if compile is None:
         compile = on_cuda
     elif compile and not compiler():
@@ -60,8 +60,11 @@ def accelerate(model: Decoder, dtype: torch.dtype, compile: bool | None = None,
             raise UserError(f"recompute=True: kv={model.config.kv} has no passes to compute again; "
                             "it takes systems that iterate")
         from kernels.recompute import recomputing
-        fast.model = recomputing(fast.model)
+        fast.model = recomputing(fast.model, random=not fast.known)
         fast.remarks.append("recomputing")
+        if fast.graph and not fast.known:  # in a graph no number is drawn a second time
+            fast.graph = False
+            fast.remarks.append("no CUDA graph, as the block may draw random numbers")
     return fast
 
 
@@ -77,6 +80,7 @@ class Fast:
         self.model, self.dtype, self.graph = model, dtype, graph
         self.twin = None  # of kernels/twin.py, if that is what runs
         self.plainly = True  # do products need autocast to be in half precision?
+        self.known = False  # is all of the way up the stack what the kernels know?
         self.remarks: list[str] = []
         self.decoding = decoding.Decoding
         if graph:
@@ -101,14 +105,14 @@ class Fast:
             return self.remarks.append("no kernels, which do not know this model's "
                                        + ", ".join(sorted(unknown)))
         self.twin = self.model = twin.twin(self.model, self.dtype, training, unknown)
-        self.plainly = self.twin.plainly
+        self.plainly, self.known = self.twin.plainly, "block" not in unknown
         unknown -= {"decoding", "choice"}  # slower, but no other path
         if unknown:
             self.remarks.append(f"plain {', '.join(sorted(unknown))}, which they do not know")
 
     def autocast(self):
         """The context of a forward pass: half precision where the model itself is in another."""
-        weight = self.model.norm.weight
+        weight = self.model.embed.weight
         if self.dtype not in HALF or weight.dtype == self.dtype or not self.plainly:
             return contextlib.nullcontext()
         return torch.autocast(weight.device.type, self.dtype)

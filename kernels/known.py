@@ -11,51 +11,67 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import inspect
 import io
+import operator
 import tokenize
+from types import FunctionType
 
 import torch
 import torch.nn as nn
 
-import attention
-import baselines
-import decoding
 import model as plain
 from baselines import NoFeedback, Recurrent
 from model import Block, Decoder
-from pool import Branch, Pool, WhiteMatter
+from pool import Pool, WhiteMatter
 
 PARTS = {
-    "attention": (attention.Rows, attention.attend, attention.in_blocks, attention.attend_block,
-                  attention.Cache, attention.write, plain.rotary_tables, Decoder.new_cache,
-                  Decoder.place),
-    "loss": (plain.upcast, plain.rms_norm, plain.RMSNorm, Decoder.embed_tokens, Decoder.logits,
-             Decoder.loss, Decoder.nats),
-    "block": (plain.rotate, Block, Decoder.states),
-    "pool": (Branch, Pool, WhiteMatter.pool, WhiteMatter.new_cache, Decoder.store),
-    "no feedback": (Branch, Pool, NoFeedback, baselines.mix_up_to),
-    "recurrent": (Recurrent.attend, baselines.attend_with_own),
-    "decoding": (decoding.step, decoding.next_start, decoding.Steps, Decoder.attend,
-                 WhiteMatter.attend),
-    "choice": (decoding.choose, decoding.Choice),
+    "attention": ["attention." + name for name in (
+        "Rows", "attend", "in_blocks", "attend_block", "Cache", "write")] + [
+        "model.rotary_tables", "model.Decoder.new_cache", "model.Decoder.place"],
+    "loss": ["model." + name for name in (
+        "upcast", "rms_norm", "RMSNorm", "Decoder.embed_tokens", "Decoder.logits", "Decoder.loss",
+        "Decoder.nats")],
+    "block": ["model.rotate", "model.Block", "model.Decoder.states"],
+    "pool": ["pool.Branch", "pool.Pool", "pool.WhiteMatter.pool", "pool.WhiteMatter.new_cache",
+             "model.Decoder.store"],
+    "no feedback": ["pool.Branch", "pool.Pool", "baselines.NoFeedback", "baselines.mix_up_to"],
+    "recurrent": ["baselines.Recurrent.attend", "baselines.attend_with_own"],
+    "decoding": ["decoding.step", "decoding.next_start", "decoding.Steps", "model.Decoder.attend",
+                 "pool.WhiteMatter.attend"],
+    "choice": ["decoding.choose", "decoding.Choice"],
 }
 FINGERPRINTS = {
-    "attention": "7cff63001702bede",
-    "loss": "f687515e517e3ee2",
-    "block": "cda6a8e6eb33b819",
-    "pool": "745b0e67e80a0c15",
-    "no feedback": "7523cb05397b7d22",
+    "attention": "399d3b758958a011",
+    "loss": "2af41e011d3b3369",
+    "block": "418b585eb82b319b",
+    "pool": "106eb4c51e905c18",
+    "no feedback": "d9ad7814ed98e8fe",
     "recurrent": "b0e7b242fe31f206",
-    "decoding": "7e9733723e18ef7b",
-    "choice": "ce0efa5c22c32ac0",
+    "decoding": "1d456f0d19976ff7",
+    "choice": "e7910c5a8155a47b",
 }
 
 
-def fingerprint(objects) -> str:
-    """Of the source of functions and classes."""
-    text = "".join(essence(inspect.getsource(x)) for x in objects)
+def fingerprint(names: list[str]) -> str:
+    """Of the source of functions and classes as they are now: of a class what stands in its file,
+    and its methods, which somebody may have replaced since."""
+    text = ""
+    for module, _, name in (name.partition(".") for name in names):
+        found = operator.attrgetter(name)(importlib.import_module(module))
+        text += essence_of(found)
+        for key, value in vars(found).items() if isinstance(found, type) else ():
+            f = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
+            made = key.startswith("__") and key not in ("__init__", "__call__")
+            if isinstance(f, FunctionType) and f.__code__.co_filename != "<string>" and not made:
+                text += essence_of(f)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def essence_of(x) -> str:
+    return essence(inspect.getsource(x))
 
 
 def essence(source: str) -> str:
@@ -73,14 +89,12 @@ def essence(source: str) -> str:
     return "".join(out)
 
 
-@functools.cache
-def changed() -> frozenset[str]:
+def changed() -> set[str]:
     """Parts whose code is not what the kernels stand in for."""
     try:
-        return frozenset(part for part, objects in PARTS.items()
-                         if fingerprint(objects) != FINGERPRINTS[part])
+        return {part for part, names in PARTS.items() if fingerprint(names) != FINGERPRINTS[part]}
     except (OSError, tokenize.TokenError):  # no source to look at
-        return frozenset(PARTS)
+        return set(PARTS)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -116,10 +130,11 @@ def pool_fits(L: int, D: int) -> bool:
 def unknown(model: Decoder) -> set[str]:
     """Parts of this model that the kernels do not know: of other code, or of sizes that they do
     not take."""
-    found, kind, c = set(changed()), type(model), model.config
+    found, kind, c = changed(), type(model), model.config
     with torch.device("meta"):
         norm, embed = plain.RMSNorm(c.n_embd), nn.Embedding(c.vocab_size, c.n_embd)
-        blocks = [Block(c, model.has_kv(layer)) for layer in range(c.n_layer)]
+        blocks = [] if "block" in found else [
+            Block(c, model.has_kv(layer)) for layer in range(c.n_layer)]
         pool = Pool(c) if isinstance(model, WhiteMatter) else None
 
     def check(part: str, owner: type, *names: str):
@@ -157,5 +172,5 @@ def unknown(model: Decoder) -> set[str]:
 
 
 if __name__ == "__main__":
-    for part, objects in PARTS.items():
-        print(f'    "{part}": "{fingerprint(objects)}",')
+    for part, names in PARTS.items():
+        print(f'    "{part}": "{fingerprint(names)}",')

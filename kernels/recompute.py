@@ -17,15 +17,16 @@ from attention import Cache, Rows
 from model import Decoder
 
 
-def recomputing(model: Decoder) -> Decoder:
-    """A copy of a model that iterates, or of its twin, which shares all parameters."""
+def recomputing(model: Decoder, random: bool = True) -> Decoder:
+    """A copy of a model that iterates, or of its twin, which shares all parameters. `random`: it
+    may draw random numbers on its way up, as dropout does, and must draw them again."""
     other = copy.copy(model)
-    other.states = partial(states, model.states)
+    other.states = partial(states, model.states, random)
     return other
 
 
-def states(up: Callable, x: Tensor, rows: Rows, cache: Cache | None = None, first: int = 0,
-           end: int | None = None) -> list[Tensor]:
+def states(up: Callable, random: bool, x: Tensor, rows: Rows, cache: Cache | None = None,
+           first: int = 0, end: int | None = None) -> list[Tensor]:
     """`Decoder.states`, made by `up`.
 
     The second run reads the cache as it was at the first: of a plain one all keys and values are
@@ -39,4 +40,4 @@ def states(up: Callable, x: Tensor, rows: Rows, cache: Cache | None = None, firs
     def run(x: Tensor) -> list[Tensor]:
         return up(x, rows, caches.pop() if caches else Cache.fork(before), first, end)
 
-    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=random)

@@ -105,7 +105,7 @@ class Scorer:
         for b, (ids, first) in enumerate(rows):
             at += [(b, t) for t in range(first - 1, len(ids) - 1)]
             targets += ids[first:]
-        device = self.model.norm.weight.device
+        device = self.model.embed.weight.device
         b, t = torch.tensor(at, device=device).T
         h = self.schedule(self.model, x.to(device)).final[b, t]  # (targets, D)
         nats = torch.zeros(len(rows), dtype=torch.float64)

@@ -176,7 +176,7 @@ class Weightless:
     counts its attention."""
 
     def __init__(self, model: Decoder, tally: Tally):
-        self.device, self.tally = model.norm.weight.device, tally
+        self.device, self.tally = model.embed.weight.device, tally
         self.place, self.embed_tokens = model.place, model.embed_tokens
         model.place, model.embed_tokens = self.placed, self.embedded
         self.new_cache, model.new_cache = model.new_cache, self.cache
@@ -219,7 +219,7 @@ def count_flops(config: ModelConfig, block_size: int, mode: str, device: str = "
     Weightless(model, tally)
     # a count per module is not wanted, and its hooks fail on parameters used without gradients
     counter.mod_tracker = MagicMock(parents={"Global"})
-    cache = model.new_cache(1, block_size, like=model.norm.weight)  # for decoding, not counted
+    cache = model.new_cache(1, block_size, like=model.embed.weight)  # for decoding, not counted
     with counter, torch.set_grad_enabled(mode == "training"):
         if mode == "training":
             solve(model, idx).final.sum().backward()

@@ -78,7 +78,7 @@ class PassLosses:
 
     def __init__(self, model: Decoder, targets: Tensor, n_groups: int):
         self.model, self.targets, self.n_groups = model, targets, min(n_groups, targets.size(1))
-        self.states, self.parts, self.losses = model.states, [], []
+        self.states, self.parts, self.columns, self.losses = model.states, [], [], []
 
     def __enter__(self) -> PassLosses:
         self.model.states = self
@@ -95,8 +95,9 @@ class PassLosses:
         end = self.model.iterated[1]
         h = self.states(x, rows, cache, first, end)
         self.parts.append(h[-1])
+        self.columns.append(rows.columns)
         if len(self.parts) == self.n_groups:
-            final, self.parts = interleave(self.parts), []
+            final, self.parts, self.columns = interleave(self.parts, self.columns), [], []
             if end < len(self.model.blocks):
                 final = self.states(final, self.rows, None, end)[-1]
             self.losses.append(self.model.loss(final, self.targets))

@@ -70,7 +70,7 @@ class Log:
 
     def write(self):
         """Add the rows that wait to the file; if it takes none, they wait for the next time."""
-        if self.processes.rank or not self.rows:
+        if self.processes.rank or not self.rows and (self.begun or not self.is_new):
             return
         size = None
         if self.lock:
@@ -103,9 +103,10 @@ class Log:
         speed = self.tokens_per_step * len(self.waiting) / seconds
         for (step, _, lr, _), loss, norm in zip(self.waiting, losses, norms):
             if not (math.isfinite(loss) and math.isfinite(norm)):
+                self.write()
                 raise UserError(f"step {step}: loss {loss}, gradient norm {norm}; the last finite "
-                                f"loss was {self.last_loss}. The checkpoint is from before; lower "
-                                "learning_rate or raise warmup_iters")
+                                f"loss was {self.last_loss}. A checkpoint, if there is one, is "
+                                "from before; lower learning_rate or raise warmup_iters")
             self.last_loss = loss
             self.rows.append((step, f"{loss:.6f}", "", f"{lr:.4g}", f"{norm:.4f}", f"{speed:.0f}"))
             if self.wandb:

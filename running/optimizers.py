@@ -26,19 +26,21 @@ def make_optimizers(model: Decoder, c: TrainConfig) -> list[torch.optim.Optimize
     """
     names, muon, projections, rest = matrices(model), [], [], []
     for name, p in model.named_parameters():
+        if not p.requires_grad:  # frozen: weight decay would change it, too
+            continue
         if name in names:
             muon.append(p)
         else:
             (projections if name.endswith(".proj") else rest).append(p)
     groups = [{"params": projections, "weight_decay": c.weight_decay},
               {"params": rest, "weight_decay": 0.0}]
-    on_cuda = rest[0].is_cuda
+    on_cuda = model.embed.weight.is_cuda
     adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=(c.beta1, c.beta2),
                               fused=on_cuda, capturable=on_cuda)
     optimizers = [Muon(muon, c.learning_rate, c.momentum, c.weight_decay), adamw]
     if on_cuda:
         for group in groups_of(optimizers):
-            group["lr"] = torch.tensor(c.learning_rate, device=rest[0].device)
+            group["lr"] = torch.tensor(c.learning_rate, device=model.embed.weight.device)
     return optimizers
 
 
@@ -56,8 +58,9 @@ def set_rate(optimizers: list[torch.optim.Optimizer], lr: float):
 
 
 def flat_gradient(model: Decoder) -> Tensor:
-    """Give every parameter a gradient that is a view into one buffer, and return the buffer."""
-    params = list(model.parameters())
+    """Give every parameter that is trained a gradient that is a view into one buffer, and return
+    the buffer."""
+    params = [p for p in model.parameters() if p.requires_grad]
     flat = params[0].new_zeros(sum(p.numel() for p in params))
     for p, piece in zip(params, flat.split([p.numel() for p in params])):
         p.grad = piece.view_as(p)

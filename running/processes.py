@@ -35,8 +35,13 @@ class Processes:
         if self.world == 1:
             return
         try:
+            # torchrun's store may still have addresses of those who have died: --max_restarts
+            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store, rank, world = next(dist.rendezvous("env://"))
             # gloo for what the processes agree on, which then does not wait for a GPU
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
+                                    store=dist.PrefixStore(again, store), rank=rank,
+                                    world_size=world)
         except (RuntimeError, ValueError) as error:
             place = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
             raise UserError(f"the {self.world} processes do not meet at {place} ({brief(error)}); "

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from configurator import UserError, key, parse
 from measure.timing import check, write_whole
+from running.signals import REQUESTS
 
 
 @dataclass
@@ -117,10 +118,13 @@ def run_jobs(jobs: list[Job], path: str, logs: Path, at_once: int, minutes: floa
     """Run them, so many at once; stdout and stderr of each in logs/NAME.txt. How many have no
     record in the end.
 
-    After `minutes`, or SIGTERM, those that still run get SIGTERM, upon which train.py saves.
+    After `minutes`, or a signal that asks for an end, those that still run get SIGTERM, upon which
+    train.py saves.
     """
     stop, lock, pool = threading.Event(), threading.Lock(), ThreadPoolExecutor(at_once)
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    asked = {getattr(signal, name, None) for name in REQUESTS} - {None, signal.SIGINT}
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in asked
+              if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         made = [pool.submit(run_job, job, path, logs, stop, lock) for job in jobs]
         wait(made, minutes and 60 * minutes, FIRST_EXCEPTION)
@@ -129,7 +133,8 @@ def run_jobs(jobs: list[Job], path: str, logs: Path, at_once: int, minutes: floa
     finally:
         stop.set()
         pool.shutdown()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_job(job: Job, path: str, logs: Path, stop: threading.Event, lock: threading.Lock) -> bool:

@@ -9,7 +9,7 @@ from runs import TINY, in_process, load
 
 import checkpoint
 from configurator import UserError
-from model import ModelConfig
+from model import Decoder, ModelConfig
 
 
 @pytest.fixture
@@ -72,6 +72,32 @@ def test_a_run_that_cannot_be_moved_stays(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be moved.*access denied.*another out_dir"):
         checkpoint.keep_previous(tmp_path)
     assert (tmp_path / "ckpt.pt").read_text() == "ckpt.pt"
+
+
+def buffer(self):
+    self.register_buffer("own", torch.arange(3.), persistent=False)
+
+
+def attribute(self):
+    self.own = torch.arange(3.)
+
+
+def numbers(self):
+    self.own = torch.tensor(torch.arange(3.).tolist())
+
+
+@pytest.mark.parametrize("make", [buffer, attribute, numbers])
+def test_a_changed_model_may_make_tensors_that_no_checkpoint_has(make, state, monkeypatch):
+    init = Decoder.__init__
+
+    def changed(self, config):
+        init(self, config)
+        make(self)
+
+    monkeypatch.setattr(Decoder, "__init__", changed)
+    model, _ = checkpoint.load_model("a")
+    assert model.own.tolist() == [0, 1, 2]
+    assert all(torch.equal(v, state["model"][k]) for k, v in model.state_dict().items())
 
 
 def test_wrapper_prefixes_are_stripped_and_unknown_names_refused(state):

@@ -14,6 +14,7 @@ import attention
 import kernels
 from attention import Cache
 from model import rotary_tables
+from pool import WhiteMatter
 from solvers import autoregressive, cyclic, jacobi, one_pass, solve
 
 T = 12
@@ -363,6 +364,29 @@ def test_memory_does_not_grow_with_passes_without_gradients(solver):
     used = [saved_bytes(lambda n=n: solver(model, idx, n_nograd=n, n_grad=2)) for n in (1, 2, 6)]
     assert used[0] == used[1] == used[2] > 0
     assert saved_bytes(lambda: solver(model, idx, n_nograd=1, n_grad=3)) > used[0]
+
+
+@pytest.mark.parametrize("order", [
+    lambda rows, g: [rows.at(slice(q, None, g)) for q in reversed(range(g))],  # strided, backwards
+    lambda rows, g: [rows.at(slice(i, i + 3)) for i in range(0, 9, 3)]])  # blocks
+def test_groups_in_another_order_come_to_the_same_solution(order, monkeypatch):
+    """Whoever changes the order of updates gets every token's states in its own place."""
+    model, idx = small_model(), random_tokens(2, 9)
+    exact = autoregressive(model, idx).states
+    monkeypatch.setattr(attention.Rows, "split", order)
+    for n_passes in (9, 10):
+        torch.testing.assert_close(cyclic(model, idx, 3, n_passes, 0).states, exact)
+
+
+def test_a_pool_of_ones_own_may_read_the_final_output():
+    class Top(WhiteMatter):
+        def pool(self, h, rows):
+            return self.kv_pool.channels([*h[:2], h[-1]], rows.cos, rows.sin)
+
+    model, idx = small_model(), random_tokens(2, 7)
+    other = Top(model.config).double()
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(jacobi(other, idx, 8, 0).states, autoregressive(other, idx).states)
 
 
 @pytest.mark.parametrize("solver, options", [

@@ -495,6 +495,14 @@ def test_a_negative_temperature_ends_the_process(tmp_path):
     assert "temperature=-1" in result.stderr
 
 
+def test_prompts_may_be_rows_of_ids():
+    model, rows = small_model(), random_tokens(2, 4)
+    assert list(decoding.generate(model, rows, 3)) == list(
+        decoding.generate(model, rows.tolist(), 3))
+    with pytest.raises(ValueError, match="an empty prompt"):
+        next(decoding.generate(model, [[]], 3))
+
+
 # ---- contexts of 8,192 tokens and more
 
 

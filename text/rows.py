@@ -89,6 +89,9 @@ def load_meta(dataset: str) -> tuple[Path, dict]:
     """Folder and meta.json of a data set. Raises UserError if it is not there, or damaged."""
     folder = Path("data") / dataset
     if not (folder / "meta.json").is_file():
+        if (Path(dataset) / "meta.json").is_file():
+            raise UserError(f"dataset={dataset}: the name of a folder under data/ is needed, such "
+                            f"as {Path(dataset).name}")
         how = "" if dataset == "python" else " --help"
         raise UserError(f"{folder}/meta.json: no such file; prepare the data set first "
                         f"(python prepare_data.py{how})")

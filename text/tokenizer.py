@@ -260,7 +260,7 @@ def get_tokenizer(name: str) -> Tokenizer:
     if name in known:
         return from_tiktoken(name)
     if os.path.exists(name):
-        return from_path(Path(name).resolve())
+        return from_path(Path(name).absolute())  # not where a link leads: the name tells the kind
     if is_path(name) or name.endswith((".json", ".tiktoken")):
         raise UserError(f"tokenizer {name}: no such file or folder")
     near = difflib.get_close_matches(name, known, 1)

@@ -11,7 +11,7 @@ from baselines import Feedback, NoFeedback, Recurrent
 from configurator import UserError
 from kernels import accelerate, known
 from model import Block, Decoder
-from pool import WhiteMatter
+from pool import Branch, WhiteMatter
 from solvers import solve
 
 
@@ -27,6 +27,19 @@ def test_the_kernels_know_the_code_that_they_stand_for():
     assert known.unknown(small_model()) == known.unknown(small_model(kv="vanilla")) == set()
     for kv in ("nofeedback", "feedback", "recurrent", "fusedkv"):
         assert known.unknown(small_model(kv=kv)) == {"decoding"}
+
+
+def more(self, a):
+    return a + 1
+
+
+@pytest.mark.parametrize("owner, name, part", [
+    (Block, "mlp", "block"), (Decoder, "logits", "loss"), (Branch, "weights", "pool"),
+    (WhiteMatter, "attend", "decoding"), (decoding, "choose", "choice")])
+def test_what_is_replaced_on_a_class_is_noticed(owner, name, part, monkeypatch):
+    """As one does in a notebook."""
+    monkeypatch.setattr(owner, name, more)
+    assert known.unknown(small_model()) == {part}
 
 
 def test_comments_and_layout_are_not_a_change_and_code_is():

@@ -7,6 +7,7 @@ from small import random_tokens, small_model, with_documents
 from configurator import UserError
 from kernels import accelerate
 from kernels.recompute import recomputing
+from model import Block
 from running.optimizers import flat_gradient
 from solvers import autoregressive, cyclic, solve
 
@@ -43,6 +44,22 @@ def test_recomputing_changes_no_bit_and_keeps_half_at_most(system, solver):
     again, flat, less = gradient(recomputing(model), flat, SOLVERS[solver])
     assert loss == again and torch.equal(flat, expected) and expected.abs().sum() > 0
     assert less <= kept / 2
+
+
+def test_random_numbers_are_drawn_again():
+    class Dropping(Block):
+        def mlp(self, a):
+            return torch.dropout(super().mlp(a), 0.2, True)
+
+    model, found = small_model(), []
+    for block in model.blocks:
+        block.__class__ = Dropping
+    flat = flat_gradient(model)
+    for other in (model, accelerate(model, torch.float32, False, training=True,
+                                    recompute=True).model):
+        torch.manual_seed(1)
+        found.append(gradient(other, flat, solve)[:2])
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
 def test_it_is_said_and_refused_where_there_are_no_passes():

@@ -8,7 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
-from runs import arguments, in_process, losses, make, refused
+from runs import arguments, in_process, load, losses, make, refused
 
 from configurator import UserError
 from train import TrainConfig
@@ -80,6 +80,16 @@ def test_a_log_that_is_tidied_away_is_begun_anew(folder, monkeypatch):
     Path("out/log.csv").rename("kept.csv")
     trainer.run()
     assert sorted(losses("kept.csv")) == [0] and sorted(losses("out/log.csv")) == [1, 2]
+
+
+def test_a_rescue_before_the_first_line_saves_the_run(folder, monkeypatch, capsys):
+    """Of several processes, one of which has died: no losses can be added up any more."""
+    trainer = make(folder, monkeypatch, max_iters=9, log_interval=100)
+    for _ in range(3):
+        trainer.update()
+    trainer.processes.world = 2
+    trainer.rescue()
+    assert load("out/ckpt.pt")["step"] == 3 and Path("out/log.csv").exists()
 
 
 def test_a_new_run_without_room_for_its_log_moves_no_other_away(folder, monkeypatch):

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from runs import make
 
 import train
 from model import ModelConfig
 from muon import Muon
-from running.optimizers import clip_and_reduce, make_optimizers, set_rate
+from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Processes
 from running.settings import TrainConfig
 
@@ -22,6 +23,21 @@ def test_parameters_go_to_their_optimizers():
     assert sets[1] == {n for n in names.values() if n.endswith(".proj")} and len(sets[1]) == 2
     assert sets[2] == set(names.values()) - sets[0] - sets[1] and "embed" in sets[2]
     assert [g["weight_decay"] for g in adamw.param_groups] == [0.1, 0.0]
+
+
+def test_what_is_frozen_stays_as_it_is(folder, monkeypatch):
+    """Weight decay changes no weight that needs no gradient."""
+    trainer = make(folder, monkeypatch, max_iters=2)
+    frozen = [trainer.model.blocks[0].up_proj.weight, trainer.model.kv_pool.value.proj]
+    before = [p.detach().clone() for p in frozen]
+    for p in frozen:
+        p.requires_grad_(False)
+        p.grad = None
+    trainer.flat = flat_gradient(trainer.model)
+    trainer.optimizers = make_optimizers(trainer.model, trainer.c)
+    trainer.optimizer_step = train.make_optimizer_step(trainer.fast, trainer.optimizers)
+    trainer.run()
+    assert all(map(torch.equal, frozen, before)) and trainer.step == 2
 
 
 def test_clipping_is_local_and_sees_all_micro_steps(monkeypatch):

@@ -69,9 +69,10 @@ def test_a_run_whose_results_cannot_be_read_leaves_the_others(tmp_path, capsys):
     assert "bad: failed: its results cannot be read" in capsys.readouterr().out
 
 
-def test_sigterm_is_passed_on_and_nothing_is_left_running(tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_is_passed_on_and_nothing_is_left_running(name, tmp_path):
     path, began = str(tmp_path / "all.json"), time.monotonic()
-    code = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(60)"
+    code = f"import os, signal, time; os.kill({os.getpid()}, signal.{name}); time.sleep(60)"
     assert run_jobs([job("long", code)], path, tmp_path, 1, None) == 1
     assert time.monotonic() - began < 30
 
