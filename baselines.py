@@ -91,7 +91,7 @@ def lckv_sources(c: ModelConfig) -> list[int]:
 
 
 def plan(c: ModelConfig) -> Plan:
-    """The connection plan of a system."""
+    """The connection plan of a system. Raises ValueError for one that has none."""
     L = c.n_layer
     own = [Channel((layer,), (1.0,)) for layer in range(L)]
     same = [Layer((layer,), (layer,), (layer,)) for layer in range(L)]
@@ -124,8 +124,10 @@ def plan(c: ModelConfig) -> Plan:
         layers = [*same[:n + 1], *[fused] * (L - n - 1)]
     elif c.kv == "recurrent":
         channels, layers = [Channel((layer + 1,), (1.0,)) for layer in range(L)], same
-    else:
+    elif c.kv == "vanilla":
         channels, layers = own, same
+    else:
+        raise ValueError(f"kv={c.kv}: no plan (baselines.plan) says what its layers read")
     return Plan(tuple(channels), tuple(layers), False)
 
 

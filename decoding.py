@@ -223,7 +223,7 @@ def generate(model: Decoder, prompts: list[list[int]], max_new_tokens: int,
              n_groups: int | None = None, tol: float | None = None, stop_id: int | None = None,
              n_ids: int | None = None, decoding: type = Decoding,
              stats: Stats | None = None) -> Iterator[list[int | None]]:
-    """Continue a batch of prompts (token ids, each at least one, of any lengths), or of rows (B, T).
+    """Continue a batch of prompts: lists of ids, each at least one, of any lengths; or (B, T).
 
     Yields, step by step, one new id per row; None for a row that has ended. A row ends at
     `stop_id`, which is not part of the result; the generator ends when all rows have. Ids from

@@ -98,13 +98,6 @@ class Pool(nn.Module):
         v = self.value.channels(unit).unflatten(-1, self.heads)
         return rotate(rms_norm(k, self.key_norm[:, None, None, None]), cos, sin), v
 
-    def dummy_channels(self) -> tuple[Tensor, Tensor]:
-        """Keys and values (k, Hkv, d) of the dummy: at position 0, its own state at all sources."""
-        h = self.dummy.expand(1, 1, -1)
-        pos = torch.zeros(1, 1, dtype=torch.long, device=h.device)
-        k, v = self.channels([h] * self.n_sources, *rotary_tables(pos, self.heads[1]))
-        return k[:, 0, 0], v[:, 0, 0]
-
 
 class WhiteMatter(Decoder):
     """The decoder whose layers read the pool: layer l attends to channel l mod k (step 3)."""
@@ -129,15 +122,24 @@ class WhiteMatter(Decoder):
         self.kv_pool.init_weights()
 
     def pool(self, h: list[Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
-        """h[0..L], as `states` returns them -> channels (k, B, T, Hkv, d)."""
+        """h[0..L], as `states` returns them (but for h[L], where n_top says that no channel needs
+        it) -> channels (k, B, T, Hkv, d)."""
         return self.kv_pool.channels(h[self.sources], rows.cos, rows.sin)
 
     def new_cache(self, B: int, S: int, like: Tensor) -> Cache:
         """It begins with the dummy, which every query reads."""
         cache = super().new_cache(B, S, like)
         if self.has_dummy:
-            cache.sink = self.kv_pool.dummy_channels()
+            cache.sink = self.dummy_channels()
         return cache
+
+    def dummy_channels(self) -> tuple[Tensor, Tensor]:
+        """Keys and values (k, Hkv, d) of the dummy: at position 0, its own state everywhere."""
+        h = self.kv_pool.dummy.expand(1, 1, -1)
+        at = torch.zeros(1, 1, dtype=torch.int, device=h.device)
+        rows = Rows(slice(None), at, at, *rotary_tables(at, self.config.head_dim))
+        k, v = self.pool([h] * (self.config.n_layer + 1), rows)
+        return k[:, 0, 0], v[:, 0, 0]
 
     def attend(self, layer: int, q: Tensor, h: list[Tensor], own: list, rows: Rows,
                cache: Cache) -> Tensor:

@@ -16,6 +16,7 @@ SIGUSR2 finish the step, save, and exit with 128 + the signal's number.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 import sys
@@ -134,9 +135,10 @@ class Trainer:
         """The log, and the lock of the folder, which are rank 0's."""
         c, p = self.c, self.processes
         self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
-        peak, wandb = peak_flops(self.device), None  # the peak may be unknown, and so its share
-        share = peak and flops_per_token(self.model_config, c.block_size, "training", head=True) / (
-            peak * p.world)
+        peak, wandb, share = peak_flops(self.device), None, None  # of the peak, if it is known
+        with contextlib.suppress(ValueError):  # a system of one's own may have no plan
+            share = peak and flops_per_token(self.model_config, c.block_size, "training",
+                                             head=True) / (peak * p.world)
         if p.rank == 0:
             self.lock = self.lock or Lock(self.path.parent, p.print)
             wandb = start_wandb(c, wandb_id) if c.wandb else None

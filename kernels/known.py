@@ -35,7 +35,7 @@ PARTS = {
         "Decoder.nats")],
     "block": ["model.rotate", "model.Block", "model.Decoder.states"],
     "pool": ["pool.Branch", "pool.Pool", "pool.WhiteMatter.pool", "pool.WhiteMatter.new_cache",
-             "model.Decoder.store"],
+             "pool.WhiteMatter.dummy_channels", "model.Decoder.store"],
     "no feedback": ["pool.Branch", "pool.Pool", "baselines.NoFeedback", "baselines.mix_up_to"],
     "recurrent": ["baselines.Recurrent.attend", "baselines.attend_with_own"],
     "decoding": ["decoding.step", "decoding.next_start", "decoding.Steps", "model.Decoder.attend",
@@ -46,8 +46,8 @@ FINGERPRINTS = {
     "attention": "399d3b758958a011",
     "loss": "2af41e011d3b3369",
     "block": "418b585eb82b319b",
-    "pool": "106eb4c51e905c18",
-    "no feedback": "d9ad7814ed98e8fe",
+    "pool": "0739203731c250fa",
+    "no feedback": "cb2c8927dc4002e8",
     "recurrent": "b0e7b242fe31f206",
     "decoding": "1d456f0d19976ff7",
     "choice": "e7910c5a8155a47b",
@@ -158,7 +158,7 @@ def unknown(model: Decoder) -> set[str]:
     mixing, owner, *methods = (
         ("no feedback", NoFeedback, "attend", "source", "channel", "dummy_channel")
         if isinstance(model, NoFeedback) else
-        ("pool", WhiteMatter, "pool", "new_cache", "store", "refill"))
+        ("pool", WhiteMatter, "pool", "new_cache", "dummy_channels", "store", "refill"))
     if pool is not None:
         check(mixing, owner, *methods)
         if not alike(model.kv_pool, pool) or not pool_fits(pool.n_sources, c.n_embd):

@@ -211,7 +211,7 @@ def test_the_first_token_reads_exactly_the_dummys_value(monkeypatch, solver, opt
 
     monkeypatch.setattr(model, "attend", spy)
     solution = SOLVERS[solver](model, idx, **options)
-    _, values = model.kv_pool.dummy_channels()  # (k, Hkv, d)
+    _, values = model.dummy_channels()  # (k, Hkv, d)
     values = values.detach().repeat_interleave(2, dim=1)  # (k, H, d)
     count = 0
     for layer, rows, out in seen:
@@ -376,6 +376,18 @@ def test_groups_in_another_order_come_to_the_same_solution(order, monkeypatch):
     monkeypatch.setattr(attention.Rows, "split", order)
     for n_passes in (9, 10):
         torch.testing.assert_close(cyclic(model, idx, 3, n_passes, 0).states, exact)
+
+
+def test_a_pool_of_ones_own_mixes_the_dummy_too():
+    class Twice(WhiteMatter):
+        def pool(self, h, rows):
+            return tuple(2 * x for x in super().pool(h, rows))
+
+    model = small_model()
+    other = Twice(model.config).double()
+    other.load_state_dict(model.state_dict())
+    for mine, theirs in zip(other.dummy_channels(), model.dummy_channels()):
+        torch.testing.assert_close(mine, 2 * theirs)
 
 
 def test_a_pool_of_ones_own_may_read_the_final_output():
