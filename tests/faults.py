@@ -49,12 +49,15 @@ def make_data(folder: Path):
          "tokens": {"train": 20000, "val": 20000, "test": 0}}))
 
 
-def start(folder: Path, processes: int = 1, limit: int | None = None, **changes):
-    """train.py as a process of its own; `limit` bytes are the largest file that it may write."""
+def start(folder: Path, processes: int = 1, limit: int | None = None, restarts: int = 0,
+          **changes):
+    """train.py as a process of its own; `limit` bytes are the largest file that it may write;
+    torchrun may start its workers again, `restarts` times."""
     command = [sys.executable, str(ROOT / "train.py")]
     if processes > 1:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   f"--nproc_per_node={processes}", str(ROOT / "train.py")]
+                   f"--max_restarts={restarts}", f"--nproc_per_node={processes}",
+                   str(ROOT / "train.py")]
 
     def before():
         for number in (signal.SIGINT, signal.SIGHUP):  # which this process may ignore
@@ -256,6 +259,19 @@ def lost_rank(folder: Path):
     code, out, error = finish(start(folder, out_dir="ranks", init_from="resume"))
     expect(code == 0 and step_of(folder / "ranks/ckpt.pt") == STEPS,
            "one process alone resumes what two began")
+    process = start(folder, 2, out_dir="early", eval_interval=10 ** 6, log_interval=10 ** 6,
+                    max_iters=10 ** 6)
+    process.stdout.readline()  # the model is there
+    time.sleep(5)
+    os.kill(int(children_of(process)[-1]), signal.SIGKILL)
+    finish(process)
+    expect(step_of(folder / "early/ckpt.pt") > 0, "before the first line, too, its steps are saved")
+    process = start(folder, 2, restarts=1, out_dir="again", init_from="auto", eval_interval=10 ** 6)
+    first_step(process)
+    os.kill(int(children_of(process)[-1]), signal.SIGKILL)
+    code, out, error = finish(process)
+    expect(code == 0 and step_of(folder / "again/ckpt.pt") == STEPS,
+           "torchrun --max_restarts=1 starts both again, which go on to the end")
 
 
 def main():
