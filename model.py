@@ -290,14 +290,6 @@ class Decoder(nn.Module):
 
     # ---- head and loss
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, T, vocabulary) of token rows idx (B, T), solved as the config trains, and the
-        loss if there are targets."""
-        from solvers import solve  # which begins with this file
-
-        h = solve(self, idx).final
-        return self.logits(h), None if targets is None else self.loss(h, targets)
-
     def logits(self, h: Tensor) -> Tensor:
         """Final states h[L] (..., D) -> logits (..., vocabulary)."""
         return F.linear(self.norm(h), self.embed.weight)

@@ -428,6 +428,16 @@ def test_systems_command(small_config, tmp_path, capsys):
     assert "step" not in capsys.readouterr().out.split("\n\n")[1]
 
 
+@pytest.mark.parametrize("line, said", [("eval_rows = 0", "eval_rows=0: at least 1"),
+                                        ("warmup_iters = 9", "warmup_iters=9: fewer than")])
+def test_systems_are_checked_as_train_checks_its_settings(small_config, tmp_path, line, said):
+    with open("c.py", "a") as f:
+        f.write(line)
+    with pytest.raises(UserError, match=f"vanilla: {said}"):
+        bench.main(["systems", "--config=c.py", "--systems=vanilla,k1", "--max_iters=2"])
+    assert not (tmp_path / "out").exists()
+
+
 def test_systems_that_are_done_are_written_where_the_next_one_fails(small_config, tmp_path,
                                                                     monkeypatch):
     trainer = bench.train.Trainer

@@ -142,6 +142,16 @@ def test_losses_after_every_pass_are_those_of_separate_solves(tmp_path):
 
 
 @torch.no_grad()
+def test_a_window_is_no_longer_than_the_file_and_that_it_was_not_trained_is_said(folder, capsys):
+    evaluate.main(["perplexity", "--device=cpu", f"--block_size={2**62}", "--json=r.json"])
+    assert "positions beyond it were never trained" in capsys.readouterr().out
+    result = json.loads((folder / "r.json").read_text())
+    ids = np.fromfile("data/noise/test.bin", "<u2").tolist()
+    assert result["loss"] == pytest.approx(
+        by_hand(small_model(**BYTES), ids, 82, SCHEDULES[0][1]), rel=1e-5)
+
+
+@torch.no_grad()
 def test_command_prints_and_writes_what_the_model_scores(folder, capsys):
     found = {}
     for batch_size in (1, 5):

@@ -13,15 +13,6 @@ from model import ModelConfig, rms_norm, rotary_tables, rotate
 from pool import initial_sources
 from solvers import cyclic, one_pass, solve
 
-
-def test_a_model_can_be_called():
-    model, idx = small_model(), random_tokens(2, 5)
-    h = solve(model, idx).final
-    logits, loss = model(idx, idx)
-    assert torch.equal(logits, model.logits(h)) and loss == model.loss(h, idx)
-    assert model(idx)[1] is None
-
-
 # -- sizes ----------------------------------------------------------------------------------
 
 

@@ -447,6 +447,7 @@ def test_convergence_of_what_bench_writes(checkpoint, figures):
     (["convergence", "--json=nowhere.json"], "nowhere.json: cannot read it"),
     (["convergence", "--json=other.csv"], "not what python bench.py prefill"),
     (["convergence", "--json=wrong.json"], "KeyError: 'schedules'"),
+    (["convergence", "--json=systems.json"], "of bench.py prefill --systems=; the picture"),
     (["convergence", "--json=none.json"], "it holds no schedule"),
     (["connections", "--output=picture"], "output=picture: a file with an ending"),
     (["connections", "--output=."], "output=.: a file with an ending"),
@@ -465,6 +466,7 @@ def test_bad_input(checkpoint, argv, message):
     (checkpoint / "short.csv").write_text("x\n1,2\n")
     (checkpoint / "empty.csv").write_text(HEAD)
     (checkpoint / "wrong.json").write_text("{}")
+    (checkpoint / "systems.json").write_text('{"command": "prefill", "systems": {}}')
     prefill_json(checkpoint / "none.json", schedules=[])
     (checkpoint / "one.txt").write_text("x")
     with pytest.raises(UserError) as error:

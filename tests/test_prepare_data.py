@@ -501,6 +501,7 @@ def test_a_bad_line_is_reported_with_file_and_number_and_leaves_nothing(tmp_path
         (["--min_chars=1000000"], "min_chars=1000000: at least 0 and at most"),
         (["--shards=0"], "shards=0: at least 1 and at most 1823"),
         (["fineweb"], "fineweb: no such corpus, there are python and fineweb-edu"),
+        (["--input=a.txt", "b.txt"], "b.txt: --input takes one list, --input=a.txt,b.txt"),
         (["fineweb-edu", "--input=a.txt"], "one corpus at a time"),
         (["--tokenizer=nowhere/tokenizer.json"], "nowhere/tokenizer.json: no such file"),
         (["--inptu=a.txt"], "input"),

@@ -62,6 +62,14 @@ def test_reading_a_data_set_prepares_none(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_data_set_is_called_by_its_folders_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("data/mine").mkdir(parents=True)
+    Path("data/mine/meta.json").write_text("{}")
+    with pytest.raises(UserError, match="dataset=data/mine: the name .* such as mine"):
+        load_meta("data/mine")
+
+
 @pytest.mark.parametrize("change", [{"dtype": "V0"}, {"dtype": "float16"}, {"dtype": "int16"},
                                     {"dtype": "uint7"}, {"tokens": None}, {"vocab_size": "9"}])
 def test_meta_data_that_mean_no_ids_are_damaged(tmp_path, monkeypatch, change):

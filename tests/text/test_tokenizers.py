@@ -224,6 +224,14 @@ def qwen_like(tmp_path_factory) -> Path:
     return path
 
 
+def test_a_link_tells_by_its_own_name_what_it_leads_to(qwen_like, tmp_path):
+    """As in caches, where a file is called by its digest."""
+    (tmp_path / "abcdef").write_bytes(qwen_like.read_bytes())
+    link = tmp_path / "qwen.tiktoken"
+    link.symlink_to(tmp_path / "abcdef")
+    assert get_tokenizer(str(link)).eos_id == 151_643
+
+
 def test_what_is_known_about_qwen(qwen_like):
     tokenizer = get_tokenizer(str(qwen_like))
     assert (tokenizer.eos_id, tokenizer.model_rows) == (151_643, 151_936)
