@@ -45,7 +45,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError, joined, key, parse, run
-from running.signals import REQUESTS
+from running.signals import REQUESTS, UNFINISHED
 from text.documents import FORMATS, Documents, find_files, fineweb_edu, python_documents
 from text.tokenizer import CARRIED, Tokenizer, carry, get_tokenizer, pieces
 
@@ -354,6 +354,7 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="partial-", dir=out) as name:
             folder = Path(name)
+            UNFINISHED.add(name)
             counts = write_documents(documents, tokenizer, folder, config)
             files = {split: folder / f"{split}.bin" for split in SPLITS}
             sizes = {s: f.stat().st_size if f.exists() else 0 for s, f in files.items()}
@@ -369,6 +370,7 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
                 "input": config.input,
             }
             (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+            UNFINISHED.remove(name)
             publish(folder, out, tokens)
     except KeyboardInterrupt:
         raise UserError(f"interrupted; {out_dir} is as it was") from None

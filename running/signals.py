@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -13,6 +14,7 @@ import time
 
 # from a terminal, a shell, a scheduler: kill, Ctrl-C, hang-up, warnings before a job's time is over
 REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGBREAK")
+UNFINISHED: set[str] = set()  # folders that are removed where a process ends at once
 SAME = 2.0  # seconds in which a repeat is the same request: torchrun passes on what it receives
 
 
@@ -69,6 +71,8 @@ class Signals:
 def end(number: int, said: str):
     """The end of the process, whatever its main thread does."""
     say(said)
+    for folder in UNFINISHED:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(128 + number)
 
 

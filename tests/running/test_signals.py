@@ -82,3 +82,14 @@ def test_a_forked_process_is_left_alone():
                     "pid = os.fork()", "print('there', flush=True); pid = os.fork()"))
     out, error = p.communicate(timeout=10)
     assert (out, error) == (f"there {int(signal.SIGTERM)} None\n", "")
+
+
+def test_what_is_unfinished_goes_with_a_process_that_ends_at_once(tmp_path):
+    """As the data set that the first start of all prepares."""
+    (tmp_path / "partial").mkdir()
+    (tmp_path / "partial/train.bin").write_text("half")
+    p = process(f"signals.UNFINISHED.add('{tmp_path}/partial'); print('there', flush=True); "
+                "time.sleep(60)")
+    p.send_signal(signal.SIGTERM)
+    p.communicate(timeout=30)
+    assert p.returncode == 128 + signal.SIGTERM and not any(tmp_path.iterdir())
