@@ -47,7 +47,14 @@ from measure.schedules import (
 )
 from measure.timing import check, environment, machine, write_json
 from running.devices import pick_device, pick_dtype
-from text.rows import SPLITS, load_meta, note_if_prepared_again, open_tokens, to_device
+from text.rows import (
+    SPLITS,
+    load_meta,
+    note_if_longer,
+    note_if_prepared_again,
+    open_tokens,
+    to_device,
+)
 from text.tokenizer import other_ids
 
 REFERENCE = (16, 32)  # groups and passes that stand in for decoding there
@@ -162,9 +169,7 @@ def load_windows(c: PerplexityConfig, checkpoint: dict) -> tuple[Path, Windows]:
     path = folder / f"{c.split}.bin"
     trained = checkpoint["config"]["block_size"]
     block_size = c.block_size or trained
-    if block_size > trained:
-        print(f"note: block_size={block_size} is more than the {trained} of training; positions "
-              "beyond it were never trained")
+    note_if_longer("block_size", block_size, trained)
     # the tokenizer's own vocabulary: the model's is padded
     return path, Windows(path, meta, block_size, meta["vocab_size"], c.limit_rows)
 

@@ -60,9 +60,9 @@ def accelerate(model: Decoder, dtype: torch.dtype, compile: bool | None = None,
             raise UserError(f"recompute=True: kv={model.config.kv} has no passes to compute again; "
                             "it takes systems that iterate")
         from kernels.recompute import recomputing
-        fast.model = recomputing(fast.model, random=not fast.known)
+        fast.model = recomputing(fast.model, random=not fast.knows_block)
         fast.remarks.append("recomputing")
-        if fast.graph and not fast.known:  # in a graph no number is drawn a second time
+        if fast.graph and not fast.knows_block:  # in a graph no number is drawn a second time
             fast.graph = False
             fast.remarks.append("no CUDA graph, as the block may draw random numbers")
     return fast
@@ -80,7 +80,7 @@ class Fast:
         self.model, self.dtype, self.graph = model, dtype, graph
         self.twin = None  # of kernels/twin.py, if that is what runs
         self.plainly = True  # do products need autocast to be in half precision?
-        self.known = False  # is all of the way up the stack what the kernels know?
+        self.knows_block = False  # do kernels stand for it, which draw no random numbers?
         self.remarks: list[str] = []
         self.decoding = decoding.Decoding
         if graph:
@@ -105,7 +105,7 @@ class Fast:
             return self.remarks.append("no kernels, which do not know this model's "
                                        + ", ".join(sorted(unknown)))
         self.twin = self.model = twin.twin(self.model, self.dtype, training, unknown)
-        self.plainly, self.known = self.twin.plainly, "block" not in unknown
+        self.plainly, self.knows_block = self.twin.plainly, "block" not in unknown
         unknown -= {"decoding", "choice"}  # slower, but no other path
         if unknown:
             self.remarks.append(f"plain {', '.join(sorted(unknown))}, which they do not know")

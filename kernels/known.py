@@ -27,12 +27,11 @@ from model import Block, Decoder
 from pool import Pool, WhiteMatter
 
 PARTS = {
-    "attention": ["attention." + name for name in (
-        "Rows", "attend", "in_blocks", "attend_block", "Cache", "write")] + [
-        "model.rotary_tables", "model.Decoder.new_cache", "model.Decoder.place"],
-    "loss": ["model." + name for name in (
-        "upcast", "rms_norm", "RMSNorm", "Decoder.embed_tokens", "Decoder.logits", "Decoder.loss",
-        "Decoder.nats")],
+    "attention": ["attention.Rows", "attention.attend", "attention.in_blocks",
+                  "attention.attend_block", "attention.Cache", "attention.write",
+                  "model.rotary_tables", "model.Decoder.new_cache", "model.Decoder.place"],
+    "loss": ["model.upcast", "model.rms_norm", "model.RMSNorm", "model.Decoder.embed_tokens",
+             "model.Decoder.logits", "model.Decoder.loss", "model.Decoder.nats"],
     "block": ["model.rotate", "model.Block", "model.Decoder.states"],
     "pool": ["pool.Branch", "pool.Pool", "pool.WhiteMatter.pool", "pool.WhiteMatter.new_cache",
              "pool.WhiteMatter.dummy_channels", "model.Decoder.store"],
@@ -69,7 +68,7 @@ def fingerprint(names: list[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@functools.cache
+@functools.cache  # half a second for all, at each start of a bench's systems
 def essence_of(x) -> str:
     return essence(inspect.getsource(x))
 
@@ -166,9 +165,8 @@ def unknown(model: Decoder) -> set[str]:
     check("decoding", kind, "attend")
     if kind not in (Decoder, WhiteMatter):
         found.add("decoding")
-    its = {"recurrent": isinstance(model, Recurrent)} | {
-        part: pool is not None and part == mixing for part in ("pool", "no feedback")}
-    return {part for part in found if its.get(part, True)}
+    its = {mixing} if pool is not None else {"recurrent"} if isinstance(model, Recurrent) else set()
+    return found - ({"recurrent", "pool", "no feedback"} - its)  # less what other systems have
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ CONFIGS = {
     "states": (528, 1024, 4, 3, None),
 }
 MULTIPROCESSORS = 132  # of a Hopper GPU
-MULTIPLE = 8  # of which a channel of no feedback has sources, some without a gain
+MULTIPLE = 8  # a channel of no feedback gets so many sources, or twice as many, ...
 
 
 # ---- pieces -----------------------------------------------------------------------------------

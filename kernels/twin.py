@@ -127,6 +127,7 @@ class TwinNoFeedback:
 
     def attend(self, layer: int, q: Tensor, h: list[Tensor], own: list, rows: Rows,
                cache: TapeCache | None) -> Tensor:
+        """`NoFeedback.attend`; for single tokens the weights are not worth folding."""
         if not rows.complete:
             return super().attend(layer, q, h, own, rows, cache)
         pool, (Hkv, d) = self.kv_pool, self.kv_pool.heads

@@ -25,6 +25,7 @@ from measure.schedules import Schedule, schedule_of
 from measure.timing import check, environment, machine, write_json
 from model import Decoder, upcast
 from running.devices import pick_device, pick_dtype
+from text.rows import note_if_longer
 from text.tokenizer import Tokenizer, tokenizer_of
 
 PAPER_CONTEXT = 1024  # tokens, of its downstream tasks
@@ -291,9 +292,7 @@ def downstream_command(argv: list[str]):
     fast = accelerate(model, dtype, graph=False)
     trained = checkpoint["config"]["block_size"]
     context = min(trained, PAPER_CONTEXT) if c.context is None else c.context
-    if context > trained:
-        print(f"note: context={context} is more than the block_size={trained} of training; "
-              "positions beyond it were never trained")
+    note_if_longer("context", context, trained)
     scorer = Scorer(fast.model, tokenizer, schedule, context, c.batch_size)
     print(f"{c.out_dir}: {model.config.kv}, {schedule}; {machine(device)}, {fast}", flush=True)
     began = time.perf_counter()

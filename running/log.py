@@ -70,6 +70,7 @@ class Log:
 
     def write(self):
         """Add the rows that wait to the file; if it takes none, they wait for the next time."""
+        # a new run's file has to be there before its checkpoint, even without a row to write
         if self.processes.rank or not self.rows and (self.begun or not self.is_new):
             return
         size = None

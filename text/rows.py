@@ -125,6 +125,13 @@ def prepared_again(now: dict, then: dict) -> str | None:
     return ", ".join(said) or None
 
 
+def note_if_longer(setting: str, n: int, trained: int):
+    """Say so where a model reads longer rows than in its training."""
+    if n > trained:
+        print(f"note: {setting}={n} is more than the block_size={trained} of training; positions "
+              "beyond it were never trained")
+
+
 def note_if_prepared_again(folder: Path, now: dict, checkpoint: dict):
     """Say so where a model is scored on a data set that has changed since, or in, its training."""
     said = prepared_again(now, checkpoint["meta"])
