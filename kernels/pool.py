@@ -49,7 +49,7 @@ CONFIGS = {
     "mix": (2, 8192, 4, 2, None),
     "weights": (1, 1024, 1, 3, None),
     "radial": (4, None, 4, 1, None),
-    "states": (528, 1024, 4, 3, None),
+    "states": (528, 1024, 2, 3, None),
 }
 MULTIPROCESSORS = 132  # of a Hopper GPU
 MULTIPLE = 8  # a channel of no feedback gets so many sources, or twice as many, ...
@@ -236,17 +236,42 @@ def radial_kernel(h, rstd, dx, radial, N, D, stride, FIRST: tl.constexpr, P: tl.
 
 
 @triton.jit
-def gained_gradient(unit, g, alpha, scale, turn, dc, n, N, d0, D, b, alpha_stride,
-                    K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr,
+def of_branch(alpha, scale, turn, n, more, b, alpha_stride, K: tl.constexpr, L: tl.constexpr,
+              KP: tl.constexpr, LP: tl.constexpr):
+    """Weights (KP, LP), s and -t (KP, 1) of token n, zeros unless there are `more`."""
+    j, src = tl.arange(0, KP)[:, None], tl.arange(0, LP)[None, :]
+    some, at = (j < K) & more, (n * 2 + b) * K + j
+    a = tl.load(alpha + n * alpha_stride + (b * K + j) * L + src, some & (src < L), 0.0)
+    return a, tl.load(scale + at, some, 0.0), -tl.load(turn + at, some, 0.0)
+
+
+@triton.jit
+def of_token(h, rstd, radial, dx, alpha, scale, turn, source, n, more, d0, D, stride,
+             alpha_stride, ROUTER: tl.constexpr, FIRST: tl.constexpr, P: tl.constexpr,
+             INPUTS: tl.constexpr, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr,
+             LP: tl.constexpr, BLOCK_D: tl.constexpr):
+    """States, 1 / rms, radial, what comes from the router, and both branches of token n."""
+    src = tl.arange(0, LP)
+    exists = (src < L) & more
+    x = tile(h[0], source + n * stride, exists, d0, D, BLOCK_D)
+    from_router = tl.zeros((LP, BLOCK_D), x.dtype)
+    if ROUTER:
+        read = exists & (src >= FIRST) & ((src - FIRST) % P == 0)
+        from_router = tile(dx, (n * INPUTS + (src - FIRST) // P) * D, read, d0, D, BLOCK_D)
+    return (x, tl.load(rstd + n * L + src, exists, 0.0)[:, None],
+            tl.load(radial + n * L + src, exists, 0.0), from_router,
+            of_branch(alpha, scale, turn, n, more, 0, alpha_stride, K, L, KP, LP),
+            of_branch(alpha, scale, turn, n, more, 1, alpha_stride, K, L, KP, LP))
+
+
+@triton.jit
+def gained_gradient(unit, g, branch, dc, n, N, d0, D, b, K: tl.constexpr, KP: tl.constexpr,
                     BLOCK_D: tl.constexpr):
     """dU of one branch over BLOCK_D columns."""
+    a, s, minus_t = branch
     channels, some = channel_rows(n, N, D, b, K, KP)
     grad = tile(dc, channels, some, d0, D, BLOCK_D)
-    a = mixing_weights(alpha, n, alpha_stride, b, K, L, KP, LP)[0]
-    j = tl.arange(0, KP)
-    at = (n * 2 + b) * K + j
-    s, t = tl.load(scale + at, j < K, 0.0)[:, None], tl.load(turn + at, j < K, 0.0)[:, None]
-    minus_m = tl.dot(tl.trans((a * -t).to(grad.dtype)), a).to(grad.dtype)
+    minus_m = tl.dot(tl.trans((a * minus_t).to(grad.dtype)), a).to(grad.dtype)
     du = tl.dot(tl.trans((a * s).to(grad.dtype)), grad)
     return tl.dot(minus_m, (unit * g).to(grad.dtype), du)
 
@@ -257,32 +282,33 @@ def states_kernel(h, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, 
                   INPUTS: tl.constexpr, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr,
                   LP: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
     """dh (L, N, D) over BLOCK_D columns of this program's tokens, every num_programs(0)-th; their
-    sum is added to its rows of dgain."""
-    src = tl.arange(0, LP)
+    sum is added to its rows of dgain. All that does not wait for another load is asked for a
+    token ahead."""
+    src, step = tl.arange(0, LP), tl.num_programs(0)
     d0 = tl.program_id(1) * BLOCK_D
     source, exists = distance(h, src, L), src < L
     g0 = gain_tile(gain, 0, d0, D, L, LP, BLOCK_D)
     g1 = gain_tile(gain, 1, d0, D, L, LP, BLOCK_D)
     dgain0, dgain1 = tl.zeros((LP, BLOCK_D), tl.float32), tl.zeros((LP, BLOCK_D), tl.float32)
-    for i in tl.range(tl.program_id(0), N, tl.num_programs(0)):
+    ahead = of_token(h, rstd, radial, dx, alpha, scale, turn, source,
+                     tl.program_id(0).to(tl.int64), True, d0, D, stride, alpha_stride, ROUTER,
+                     FIRST, P, INPUTS, K, L, KP, LP, BLOCK_D)
+    for i in tl.range(tl.program_id(0), N, step):
         n = tl.cast(i, tl.int64)
-        r = tl.load(rstd + n * L + src, exists, 0.0)[:, None]
-        unit = tile(h[0], source + n * stride, exists, d0, D, BLOCK_D).to(tl.float32) * r
-        along = tl.load(radial + n * L + src, exists, 0.0)
-        du0 = gained_gradient(unit, g0, alpha, scale, turn, dc, n, N, d0, D, 0, alpha_stride,
-                              K, L, KP, LP, BLOCK_D)
+        x, r, along, from_router, branch0, branch1 = ahead
+        ahead = of_token(h, rstd, radial, dx, alpha, scale, turn, source, n + step, i + step < N,
+                         d0, D, stride, alpha_stride, ROUTER, FIRST, P, INPUTS, K, L, KP, LP,
+                         BLOCK_D)
+        unit = x.to(tl.float32) * r
+        du0 = gained_gradient(unit, g0, branch0, dc, n, N, d0, D, 0, K, KP, BLOCK_D)
         dgain0 += unit * du0
-        du1 = gained_gradient(unit, g1, alpha, scale, turn, dc, n, N, d0, D, 1, alpha_stride,
-                              K, L, KP, LP, BLOCK_D)
+        du1 = gained_gradient(unit, g1, branch1, dc, n, N, d0, D, 1, K, KP, BLOCK_D)
         dgain1 += unit * du1
         du = g0 * du0 + g1 * du1
         if ROUTER:
-            read = exists & (src >= FIRST) & ((src - FIRST) % P == 0)
-            from_router = tile(dx, (n * INPUTS + (src - FIRST) // P) * D, read, d0, D, BLOCK_D)
-            from_router = from_router.to(tl.float32)
-            du += from_router
+            du += from_router.to(tl.float32)
             if WHOLE:  # otherwise radial_kernel was there before
-                along += tl.sum(from_router * unit, 1)
+                along += tl.sum(from_router.to(tl.float32) * unit, 1)
         store(dh, (src.to(tl.int64) * N + n) * D, exists, d0, D,
               r * (du - unit * (along / D)[:, None]), BLOCK_D)
     part = dgain + tl.program_id(0) * 2 * L * D
