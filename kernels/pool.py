@@ -282,8 +282,8 @@ def states_kernel(h, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, 
                   INPUTS: tl.constexpr, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr,
                   LP: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
     """dh (L, N, D) over BLOCK_D columns of this program's tokens, every num_programs(0)-th; their
-    sum is added to its rows of dgain. All that does not wait for another load is asked for a
-    token ahead."""
+    sum is added to its rows of dgain. All of a token but dc is asked for while the one before is
+    worked on."""
     src, step = tl.arange(0, LP), tl.num_programs(0)
     d0 = tl.program_id(1) * BLOCK_D
     source, exists = distance(h, src, L), src < L
