@@ -131,7 +131,9 @@ def unknown(model: Decoder) -> set[str]:
     not take."""
     found, kind, c = changed(), type(model), model.config
     with torch.device("meta"):
-        norm, embed = plain.RMSNorm(c.n_embd), nn.Embedding(c.vocab_size, c.n_embd)
+        norm = plain.RMSNorm(c.n_embd)
+        # to draw its weights there would import the compiler
+        embed = nn.utils.skip_init(nn.Embedding, c.vocab_size, c.n_embd, device="meta")
         blocks = [] if "block" in found else [
             Block(c, model.has_kv(layer)) for layer in range(c.n_layer)]
         pool = Pool(c) if isinstance(model, WhiteMatter) else None

@@ -4,16 +4,13 @@ import gc
 import json
 import os
 
-import configurator  # noqa: F401  before torch, which reads what it tells OpenMP
+# the shapes are small: threads would only wait for each other, here and in what tests start
+os.environ["OMP_NUM_THREADS"] = "1"
 
-# isort: split
 import numpy as np
 import pytest
 import torch
 from two_processes import pytest_runtestloop  # noqa: F401  a hook
-
-# the shapes are small: threads would only wait for each other
-torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -32,7 +32,7 @@ def start(folder, processes=1, env=None, **overrides):
                    f"--nproc_per_node={processes}", str(ROOT / "train.py")]
     return subprocess.Popen(command + arguments(**overrides), cwd=folder, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}))
+                            env=os.environ | (env or {}))
 
 
 def make(folder, monkeypatch, **overrides) -> train.Trainer:
