@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from baselines import build
+import baselines
 from configurator import UserError, no_memory
 from model import ROUTERS, SYSTEMS, Decoder, ModelConfig
 
@@ -153,19 +154,30 @@ def damaged(path: Path, error: Exception) -> UserError:
     return UserError(f"{path}: not a checkpoint of train.py, or damaged ({reason})")
 
 
+class Undrawn(TorchFunctionMode):
+    """Initial weights are not drawn; for those without memory that alone would import the compiler,
+    which takes seconds."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
 def load_model(path: str | Path, device: str = "cpu") -> tuple[Decoder, dict]:
     """Model in evaluation mode and its checkpoint, from a file or an out_dir."""
     state = load_checkpoint(path)
     config = ModelConfig(**state["model_config"])
     try:
-        with torch.device("meta"):  # no memory yet: the file's tensors become the model's
-            model = build(config)
+        with torch.device("meta"), Undrawn():  # the file's tensors become the model's
+            model = baselines.SYSTEMS[config.kv](config)
         own = any(isinstance(x, Tensor) for m in model.modules()
                   for x in (*vars(m).values(), *m.buffers(recurse=False)))
     except (NotImplementedError, RuntimeError):  # it reads a number of a tensor
         own = True
     if own:  # a changed model, with tensors that no file has
-        model = build(config)
+        model = baselines.build(config)
     load_weights(model, state, path, assign=not own)
     return model.to(device, torch.float32).eval(), state
 

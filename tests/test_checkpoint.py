@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from runs import TINY, in_process, load
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
+from baselines import build
 from configurator import UserError
 from model import Decoder, ModelConfig
 
@@ -18,7 +20,7 @@ def state(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = {k: v for k, v in TINY.items() if k in ModelConfig.__dataclass_fields__}
     config = ModelConfig(vocab_size=320, eos_id=256, **sizes)
-    model = checkpoint.build(config)
+    model = build(config)
     state = {"model": model.state_dict(), "model_config": vars(config), "optimizers": [],
              "meta": {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256},
              "config": {"block_size": 16, "dataset": "x"}, "step": 3}
@@ -135,6 +137,20 @@ def test_a_checkpoint_of_another_version_s_system_is_not_called_damaged(state, w
     (name, value), = what.items()
     with pytest.raises(UserError, match=f"b.pt: a model with {name}={value}, which this version"):
         checkpoint.load_model("b.pt")
+
+
+def test_a_loaded_model_draws_no_weights(state):
+    """To draw some that have no memory, torch imports its compiler: two seconds of each command."""
+    class Called(TorchDispatchMode):
+        names = set()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.add(function.__name__)
+            return function(*args, **kwargs or {})
+
+    with Called() as called:
+        checkpoint.load_model("a")
+    assert called.names and not [n for n in called.names if "normal" in n or "uniform" in n]
 
 
 def test_sizes_that_the_weights_have_not_take_no_memory(state):
