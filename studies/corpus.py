@@ -2,7 +2,7 @@
 Every system, and every schedule, on one corpus: `python -m studies.corpus COMMAND --key=value ...`
 
     python -m studies.corpus systems --dataset=mine      # out/study.json
-    python -m studies.corpus schedules --dataset=mine    # out/schedules.json, Figure 5a
+    python -m studies.corpus schedules --dataset=mine    # out/schedules.json
     python -m studies.corpus plot                        # out/study.png, out/schedules.png
 
 A run is train.py over config/short.py, 4,000 steps of 8 x 2,048 tokens, and evaluate.py perplexity
@@ -109,7 +109,8 @@ def systems(c: CorpusConfig) -> Iterator[Job]:
 
 
 def schedules(c: CorpusConfig) -> Iterator[Job]:
-    """The grid of the paper's Figure 5a, k = 8, with its three figures on the first rows."""
+    """The grid of the paper's section on schedules, k = 8, with its three figures on the first
+    rows."""
     check_dataset(c)
     for n_nograd in NO_GRAD:
         for n_grad in GRAD:
