@@ -91,7 +91,7 @@ def lckv_sources(c: ModelConfig) -> list[int]:
 
 
 def plan(c: ModelConfig) -> Plan:
-    """The connection plan of a system. Raises ValueError for one that has none."""
+    """The connection plan of a system. Raises UserError for one that has none."""
     L = c.n_layer
     own = [Channel((layer,), (1.0,)) for layer in range(L)]
     same = [Layer((layer,), (layer,), (layer,)) for layer in range(L)]
@@ -127,7 +127,7 @@ def plan(c: ModelConfig) -> Plan:
     elif c.kv == "vanilla":
         channels, layers = own, same
     else:
-        raise ValueError(f"kv={c.kv}: no plan (baselines.plan) says what its layers read")
+        raise UserError(f"kv={c.kv}: no plan (baselines.plan) says what its layers read")
     return Plan(tuple(channels), tuple(layers), False)
 
 

@@ -37,12 +37,13 @@ from baselines import build, named, named_configs, plan
 from decoding import Choice, check_choice, draws
 from kernels import Fast, accelerate
 from measure.convergence import prefill_command, random_model
-from measure.flops import MODES, count_flops, flops_per_token, peak_flops
+from measure.flops import MODES, count_flops, flops_if_known, flops_per_token, peak_flops
 from measure.timing import (
     check,
     empty,
     environment,
     gib,
+    giga,
     machine,
     measure,
     percent,
@@ -50,7 +51,7 @@ from measure.timing import (
     whole_number,
     write_json,
 )
-from model import ModelConfig
+from model import Decoder, ModelConfig
 from running.devices import pick_device, pick_dtype
 from running.settings import check as check_settings
 from running.start import model_config
@@ -199,12 +200,13 @@ def train_command(argv: list[str]):
         seconds = r["micro_step"]["median_seconds"]
         first = next(iter(results.values()))["micro_step"]["median_seconds"]
         r["ratio"] = seconds / first
-        r["flops_per_token"] = flops_per_token(config, c.block_size, "training", head=True)
+        flops = flops_if_known(config, c.block_size, "training", head=True)
+        r["flops_per_token"] = flops
         speed = r["micro_step"]["tokens_per_second"]
-        r["mfu"] = None if peak is None else r["flops_per_token"] * speed / peak
+        r["mfu"] = flops and peak and flops * speed / peak
         update = r["optimizer"]["median_seconds"]
         r["optimizer_share"] = update / (update + seconds)
-        print(f"{name:10s} {passes_of(config):>6s} {1e3 * seconds:9.2f} {speed:10,.0f} "
+        print(f"{name:10s} {r['passes']:>6s} {1e3 * seconds:9.2f} {speed:10,.0f} "
               f"{r['ratio']:6.2f} {percent(r['mfu'])} {gib(r['peak_bytes'])} {1e3 * update:13.2f} "
               f"{percent(r['optimizer_share'])} {1e3 * r['loss']['median_seconds']:8.2f} "
               f"{gib(r['loss_peak_bytes'])} {r['first_seconds']:8.1f}  {r['runs']}", flush=True)
@@ -239,7 +241,8 @@ def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
     for _ in range(3 if fast.graph else 1):  # which compile and capture
         micro_step()
     synchronise(device)
-    r = {"runs": str(fast), "first_seconds": time.perf_counter() - began,
+    r = {"runs": str(fast), "passes": passes_of(model),
+         "first_seconds": time.perf_counter() - began,
          "micro_step": measure(micro_step, device, c.warmups, c.trials, x.numel()),
          "kernels": kernel_times(micro_step, device) if c.profile else None}
     del micro_step  # and with it the memory of its graph
@@ -278,8 +281,9 @@ def random_rows(c: TrainBenchConfig, device: str) -> tuple[Tensor, Tensor]:
     return xy[:, :-1], xy[:, 1:]
 
 
-def passes_of(c: ModelConfig) -> str:
-    return f"{c.n_nograd}+{c.n_grad}" if plan(c).iterates else "1"
+def passes_of(model: Decoder) -> str:
+    c = model.config
+    return f"{c.n_nograd}+{c.n_grad}" if model.iterates else "1"
 
 
 # the first that occurs in a kernel's (or, on a CPU, an operation's) name
@@ -352,7 +356,7 @@ def decode_command(argv: list[str]):
             r["ratio"] = r["seconds_per_step"] / first["seconds_per_step"]
             print(f"{name:10s} {B:5d} {1e6 * r['seconds_per_step']:9.1f} "
                   f"{r['tokens_per_second']:9,.0f} {r['ratio']:6.3f} "
-                  f"{r['bytes_per_second'] / 1e9:7.1f} {r['cache_bytes'] / 2**20:9.1f} "
+                  f"{giga(r['bytes_per_second'], 7, 1)} {r['cache_bytes'] / 2**20:9.1f} "
                   f"{r['first_seconds']:8.1f}  {r['runs']}", flush=True)
     write_json(c.json, {"command": "decode", "settings": asdict(c), **environment(device, dtype),
                         "results": results})
@@ -391,10 +395,13 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
     r = measure(run_once, device, c.warmups, c.trials, B * c.steps)
     seconds = r["median_seconds"] / c.steps
     per_token = 2 * config.n_kv_head * config.head_dim * cache.k[0].element_size()
-    read = sum(len(layer.keys) + len(layer.values) for layer in plan(config).layers) / 2
+    try:
+        read = sum(len(layer.keys) + len(layer.values) for layer in plan(config).layers) / 2
+    except UserError:  # a system of one's own
+        read = None
     return r | {"runs": str(fast), "first_seconds": first_seconds, "seconds_per_step": seconds,
                 "cache_bytes": per_token * B * c.context * model.n_channels,
-                "bytes_per_second": per_token * B * c.context * read / seconds}
+                "bytes_per_second": read and per_token * B * c.context * read / seconds}
 
 
 # ---- systems: all of them, small and trained
@@ -417,11 +424,13 @@ def systems_command(argv: list[str]):
               "trained by train.py on the same tokens")
     check(c, "max_iters")
     results, same = {}, replace(
-        parse(train.TrainConfig(), [c.config], ""), max_iters=c.max_iters,
+        parse(train.TrainConfig(), [c.config], ""), max_iters=c.max_iters, init_from="scratch",
         eval_interval=c.max_iters, device=c.device, seed=c.seed)
     systems = {name: replace(settings, out_dir=f"{c.out_dir}/{name}")
                for name, settings in named_configs(c.systems, same).items()}
     for name, settings in systems.items():  # before the first one takes its time
+        if settings.kv not in (same.kv, "lckv"):  # the file's schedule is of its own system
+            settings.n_groups = settings.n_nograd = settings.n_grad = None
         try:
             check_settings(settings)
             at_least(1, settings, "eval_rows")  # the loss that is compared
@@ -443,7 +452,7 @@ def systems_command(argv: list[str]):
         trainer.run()
         config = trainer.model_config
         r = results[name] = {
-            "params": trainer.model.n_params(), "passes": passes_of(config),
+            "params": trainer.model.n_params(), "passes": passes_of(trainer.model),
             "cache": trainer.model.n_channels / config.n_layer,
             "seconds": time.perf_counter() - began, "val_loss": trainer.best}
         print(f"{name:12s} {r['params']:10,d} {r['cache']:6.3g} {r['passes']:>6s} "

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-import baselines
+from baselines import build
 from configurator import UserError, no_memory
 from model import ROUTERS, SYSTEMS, Decoder, ModelConfig
 
@@ -76,8 +77,10 @@ def set_aside(path: Path):
 
 def keep_previous(folder: Path) -> Path | None:
     """Move a run's files to a new folder in theirs, previous, previous-2, ...; None if there is no
-    run. Nothing is ever overwritten."""
-    if not any((folder / name).exists() for name in ("ckpt.pt", "best.pt")):
+    run: no checkpoint, nor a log with a row. Nothing is ever overwritten."""
+    log = folder / "log.csv"
+    logged = log.is_file() and log.read_bytes().count(b"\n") > 1
+    if not logged and not any((folder / name).exists() for name in ("ckpt.pt", "best.pt")):
         return None
     previous = free(folder / "previous")
     try:
@@ -155,30 +158,27 @@ def damaged(path: Path, error: Exception) -> UserError:
 
 
 class Undrawn(TorchFunctionMode):
-    """Initial weights are not drawn; for those without memory that alone would import the compiler,
-    which takes seconds."""
+    """Initial weights are not drawn, which takes seconds; what nobody writes to, takes no memory
+    either."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **kwargs)
+        tensor = kwargs.get("tensor", args[0] if args else None)
+        drawn = getattr(func, "__module__", None) == "torch.nn.init"
+        return tensor if drawn and isinstance(tensor, Parameter) else func(*args, **kwargs)
 
 
 def load_model(path: str | Path, device: str = "cpu") -> tuple[Decoder, dict]:
     """Model in evaluation mode and its checkpoint, from a file or an out_dir."""
     state = load_checkpoint(path)
-    config = ModelConfig(**state["model_config"])
     try:
-        with torch.device("meta"), Undrawn():  # the file's tensors become the model's
-            model = baselines.SYSTEMS[config.kv](config)
-        own = any(isinstance(x, Tensor) for m in model.modules()
-                  for x in (*vars(m).values(), *m.buffers(recurse=False)))
-    except (NotImplementedError, RuntimeError):  # it reads a number of a tensor
-        own = True
-    if own:  # a changed model, with tensors that no file has
-        model = baselines.build(config)
-    load_weights(model, state, path, assign=not own)
+        with Undrawn():
+            model = build(ModelConfig(**state["model_config"]))
+    except (RuntimeError, MemoryError) as error:
+        if not no_memory(error):
+            raise
+        raise UserError(f"{path}: a model of its sizes does not fit into memory") from None
+    load_weights(model, state, path, assign=True)  # the file's tensors become the model's
     return model.to(device, torch.float32).eval(), state
 
 

@@ -190,7 +190,7 @@ def perplexity_command(argv: list[str]):
                         "schedules to compare")
     if study and (c.exact or c.tol is not None):
         raise UserError("solver=paper has schedules of its own: without exact and tol")
-    schedule = None if study else schedule_of(c, model, dtype)
+    schedule = None if study else schedule_of(c, model, dtype, "paper")
     path, windows = load_windows(c, checkpoint)
     fast = accelerate(model, dtype, graph=c.graph)
     step = checkpoint.get("step")
@@ -225,7 +225,8 @@ def one_score(c: PerplexityConfig, fast: Fast, windows: Windows, schedule: Sched
 def paper_study(c: PerplexityConfig, fast: Fast, windows: Windows) -> dict:
     """The three figures of section "Iteration schedules in training", printed as they come."""
     mc = fast.model.config
-    trained = Schedule("cyclic", c.passes or 6, c.n_groups or mc.n_groups)
+    trained = Schedule("cyclic", c.passes or max(6, mc.n_nograd + mc.n_grad),
+                       c.n_groups or mc.n_groups)
     by_pass = perplexities(c, fast, windows, trained)
     best = min(by_pass)
     n_best = 1 + by_pass.index(best)

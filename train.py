@@ -16,7 +16,6 @@ SIGUSR2 finish the step, save, and exit with 128 + the signal's number.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 import sys
@@ -39,7 +38,7 @@ from torch import Tensor
 from baselines import build
 from checkpoint import keep_copy, load_weights, save_checkpoint, set_aside
 from kernels import Fast, accelerate
-from measure.flops import flops_per_token, peak_flops
+from measure.flops import flops_if_known, peak_flops
 from prepare_data import ensure_python
 from running.devices import pick_device, pick_dtype
 from running.lock import Lock
@@ -135,10 +134,9 @@ class Trainer:
         """The log, and the lock of the folder, which are rank 0's."""
         c, p = self.c, self.processes
         self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
-        peak, wandb, share = peak_flops(self.device), None, None  # of the peak, if it is known
-        with contextlib.suppress(ValueError):  # a system of one's own may have no plan
-            share = peak and flops_per_token(self.model_config, c.block_size, "training",
-                                             head=True) / (peak * p.world)
+        peak, wandb = peak_flops(self.device), None
+        flops = flops_if_known(self.model_config, c.block_size, "training", head=True)
+        share = flops and peak and flops / (peak * p.world)  # of the peak, a token a second
         if p.rank == 0:
             self.lock = self.lock or Lock(self.path.parent, p.print)
             wandb = start_wandb(c, wandb_id) if c.wandb else None
@@ -185,6 +183,7 @@ class Trainer:
                 keep_copy(self.path, self.path.with_name("best.pt"))
             copy_tokenizer(self.meta, self.folder, self.path.parent)
         self.saved = self.step
+        self.log.start_clock()
 
     def gradient(self) -> Tensor:
         """Fill the flat gradient from this process's rows of the next global batch; mean loss."""

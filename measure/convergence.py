@@ -23,9 +23,18 @@ from checkpoint import load_model
 from configurator import UserError, key, parse
 from kernels import Fast, accelerate
 from kernels.graphs import record, steps_of
-from measure.flops import flops_per_token, store_flops
+from measure.flops import flops_if_known, store_flops
 from measure.schedules import Losses, Schedule, first_within, until_within
-from measure.timing import check, empty, environment, machine, measure, synchronise, write_json
+from measure.timing import (
+    check,
+    empty,
+    environment,
+    giga,
+    machine,
+    measure,
+    synchronise,
+    write_json,
+)
 from model import Decoder, ModelConfig
 from running.devices import pick_device, pick_dtype
 from running.settings import TrainConfig
@@ -258,8 +267,8 @@ def figures(c: PrefillConfig, fast: Fast, idx: Tensor, s: Schedule, **more) -> d
     """A schedule, its FLOP per token without the head (token by token, as decoding, on T / 2 keys)
     and its times on tokens idx (B, T)."""
     config = fast.model.config
-    flops = flops_per_token(config, idx.size(1), "prefill", passes=s.passes)
-    if s.solver == "autoregressive":
+    flops = flops_if_known(config, idx.size(1), "prefill", passes=s.passes)
+    if flops and s.solver == "autoregressive":
         flops -= store_flops(config)[0]
     return {"schedule": short_name(s), **asdict(s), "flops_per_token": flops, **more,
             **timed(c, fast, idx, s)}
@@ -267,7 +276,7 @@ def figures(c: PrefillConfig, fast: Fast, idx: Tensor, s: Schedule, **more) -> d
 
 def figures_line(r: dict) -> str:
     """These as a row below FIGURES."""
-    return (f"{r['flops_per_token'] / 1e9:11.3f} {1e3 * r['seconds_per_sequence']:11.3f} "
+    return (f"{giga(r['flops_per_token'], 11, 3)} {1e3 * r['seconds_per_sequence']:11.3f} "
             f"{r['tokens_per_second']:10,.0f} {r['first_seconds']:8.1f} {r['ratio']:6.2f}")
 
 

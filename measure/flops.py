@@ -15,6 +15,7 @@ from torch import Tensor
 
 import attention
 from baselines import build, plan, projects
+from configurator import UserError
 from model import Decoder, ModelConfig
 from solvers import evaluation_schedule, solve
 
@@ -48,6 +49,7 @@ def store_flops(c: ModelConfig) -> tuple[int, int]:
     part of it that mixes states by weights that do not depend on the token.
 
     For WhiteMatter that is one evaluation of the pool: router and mixing, K and V projections.
+    Raises UserError for a system of one's own that iterates.
     """
     D, kv = c.n_embd, block_flops(c)[1]
     if c.kv in ("whitematter", "nofeedback"):
@@ -59,8 +61,18 @@ def store_flops(c: ModelConfig) -> tuple[int, int]:
             total += 2 * 2 * n * D * (inputs + (n > 1))
         return total, 0
     mixing = 2 * (c.n_layer + 1) * D if c.kv == "feedback" else 0
-    projected = {"lckv": 1, "feedback": 1, "recurrent": c.n_layer}.get(c.kv, 0)
-    return projected * kv + mixing, mixing
+    projected = {"lckv": 1, "feedback": 1, "recurrent": c.n_layer}
+    if plan(c).iterates and c.kv not in projected:
+        raise UserError(f"kv={c.kv}: no formula (measure/flops.py) for what a token leaves behind")
+    return projected.get(c.kv, 0) * kv + mixing, mixing
+
+
+def flops_if_known(*args, **options) -> float | None:
+    """`flops_per_token`; None for a system of one's own that has no plan, or no formula."""
+    try:
+        return flops_per_token(*args, **options)
+    except UserError:
+        return None
 
 
 def flops_per_token(config: ModelConfig, block_size: int, mode: str, head: bool = False,

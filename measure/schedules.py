@@ -47,13 +47,14 @@ class Schedule:
         return f"{solver}{groups}, {passes}"
 
 
-def schedule_of(c, model: Decoder, dtype: torch.dtype) -> Schedule:
-    """What the settings solver, passes, n_groups, tol and exact mean for this model.
+def schedule_of(c, model: Decoder, dtype: torch.dtype, *more: str) -> Schedule:
+    """What the settings solver, passes, n_groups, tol and exact mean for this model; `more`:
+    solvers of which the caller takes care.
 
     What is not set is as in training. A model that needs no iteration takes its one pass.
     """
     if c.solver not in (None, *SOLVERS):
-        raise UserError(f"solver={c.solver}: choose one of {', '.join(SOLVERS)}")
+        raise UserError(f"solver={c.solver}: choose one of {', '.join((*SOLVERS, *more))}")
     if c.tol is not None and not c.tol > 0:
         raise UserError(f"tol={c.tol}: a number above 0 is needed")
     mc = model.config

@@ -105,6 +105,10 @@ def percent(x: float | None) -> str:
     return f"{'n/a':>6s}" if x is None else f"{100 * x:5.1f}%"
 
 
+def giga(x: float | None, width: int, digits: int) -> str:
+    return f"{'n/a':>{width}s}" if x is None else f"{x / 1e9:{width}.{digits}f}"
+
+
 def gib(x: int | None) -> str:
     return f"{'n/a':>6s}" if x is None else f"{x / 2**30:6.2f}"
 

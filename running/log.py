@@ -37,7 +37,7 @@ class Log:
         self.flops_share = flops_share  # of the devices' peak, per token and second; or unknown
         self.waiting: list[tuple] = []  # steps whose losses are on the device
         self.rows: list[tuple] = []  # for the file
-        self.since = time.perf_counter()
+        self.start_clock()
         self.last_loss = None
         self.begun, self.is_new = False, not step
         self.kept = self.read(path, step) if step else []
@@ -119,6 +119,10 @@ class Log:
         self.processes.print(f"step {step}: loss {loss:.4f}, lr {lr:.2e}, norm {norm:.2f}, "
                              f"{speed:,.0f} tokens/s, MFU {mfu}, {left / 60:.1f} min left")
         self.waiting.clear()
+        self.start_clock()
+
+    def start_clock(self):
+        """Speed is measured from here on."""
         self.since = time.perf_counter()
 
     def validation(self, step: int, loss: float, best: bool):
@@ -127,7 +131,7 @@ class Log:
         if self.wandb:
             self.wandb.log({"val_loss": loss}, step=step)
         self.processes.print(f"step {step}: val loss {loss:.4f}{', the best yet' if best else ''}")
-        self.since = time.perf_counter()
+        self.start_clock()
 
     def close(self):
         """The run is over. Raises UserError for rows that could not be written all the time."""

@@ -26,6 +26,7 @@ from configurator import UserError, key, parse, run, run_command
 
 # isort: split
 from baselines import plan
+from checkpoint import load_checkpoint
 from measure.flops import flops_per_token
 from pictures import plot, save
 from running.settings import TrainConfig
@@ -46,6 +47,9 @@ THREE_SEEDS = "vanilla16", "wm16", "wm16_k8", "wm16_k1", "fusedkv16_lite"
 THREE_RATES = "vanilla16", "wm16_k8", "nofeedback16"
 GROUPS, NO_GRAD, GRAD = (1, 4, 8, 16), (1, 4, 2), (1, 2)  # the least telling come last
 JACOBI_ROWS = 320  # of the test set, for the three figures of a schedule
+# settings that leave a result as it is
+NO_MATTER = {"out_dir", "init_from", "device", "dtype", "compile", "kernels", "recompute",
+             "log_interval", "eval_interval", "eval_rows", "wandb", "wandb_project"}
 
 
 @dataclass
@@ -62,8 +66,26 @@ def job(c: CorpusConfig, name: str, config: str, settings: dict,
                  f"--out_dir={out}", "--init_from=auto", *keys],
                 ["evaluate.py", "perplexity", f"--out_dir={out}", f"--json={out}/score.json",
                  *score]]
-    said = {"dataset": c.dataset, "config": config, "seed": SEEDS[0], "learning_rate": RATE}
-    return Job(name, commands, lambda: {**said, **settings, **outcome(Path(out))})
+    return Job(name, commands, lambda: {
+        "dataset": c.dataset, "config": config, **trained(Path(out), commands[0][1:]), **settings,
+        **outcome(Path(out))})
+
+
+def trained(out: Path, argv: list[str]) -> dict:
+    """Seed, rate and test set of the checkpoint. Raises UserError if other settings, or another
+    state of the data set, are those of today."""
+    state, wanted = load_checkpoint(out, "meta"), parse(TrainConfig(), argv, "")
+    for k, value in state["config"].items():
+        if k not in NO_MATTER and value != getattr(wanted, k, value):
+            raise UserError(f"{out} was trained with {k}={value}, and the settings say "
+                            f"{getattr(wanted, k)}; --folder= names another place for new runs")
+    digests = [{k: v for k, v in meta.items() if k.endswith("_digest")}
+               for meta in (state["meta"], load_meta(wanted.dataset)[1])]
+    if digests[0] != digests[1]:
+        raise UserError(f"dataset={wanted.dataset} was prepared again since {out} was trained; "
+                        "--folder= names another place for new runs")
+    test = {k: v for k, v in digests[0].items() if k == "test_digest"}
+    return {"seed": wanted.seed, "learning_rate": wanted.learning_rate, **test}
 
 
 def outcome(out: Path) -> dict:
@@ -86,7 +108,8 @@ def check_dataset(c: CorpusConfig):
 
 
 def check_splits(c: CorpusConfig):
-    """Raise UserError for a data set that lacks a split, before hours of training."""
+    """Raise UserError for a data set that lacks a split, or has another test set than the results
+    so far are of, before hours of training."""
     folder, meta = load_meta(c.dataset)
     missing = [f"{split}.bin" for split in SPLITS if not (folder / f"{split}.bin").is_file()]
     if missing:
@@ -94,6 +117,10 @@ def check_splits(c: CorpusConfig):
                         "all three (python prepare_data.py --test_rows=5000 ...)")
     for split in SPLITS:
         open_tokens(folder / f"{split}.bin", meta)
+    mine = meta.get("test_digest")
+    if {r.get("test_digest") or mine for r in read_records(c.json)} - {mine}:
+        raise UserError(f"json={c.json}: it has results on another test set, as {c.dataset} was "
+                        "prepared again since; --json= names another file")
 
 
 def systems(c: CorpusConfig) -> Iterator[Job]:
@@ -161,10 +188,13 @@ def sizes(config: str) -> tuple[float, float]:
 
 def plot_systems(records: list[dict], output: Path):
     """Perplexity against the size of the cache, and against training FLOP."""
-    plt = plot()
+    plt, found = plot(), by_system(records)
+    if not found:
+        print(f"no results at the study's rate, {RATE:g}, for {output.name}")
+        return
     fig, axes = plt.subplots(1, 2, figsize=(10, 4.4), sharey=True, layout="constrained")
     colours = {"vanilla": "#000000", "wm": "#0072b2", "static": "#56b4e9", "nofeedback": "#009e73"}
-    for config, scores in by_system(records).items():
+    for config, scores in found.items():
         mean = statistics.mean(scores)
         colour = next((c for k, c in colours.items() if config.startswith(k)), "#d55e00")
         # names that would meet others' marks or names

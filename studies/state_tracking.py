@@ -322,7 +322,8 @@ def plot_command(argv: list[str]):
     """Accuracy by position, and how far states travel."""
     c = parse(PlotConfig(), argv, "python -m studies.state_tracking plot")
     check_output(c.output)
-    records = read_records(c.json, "system", "schedule", "exact")
+    records = read_records(c.json, "system", "schedule", "exact", "group", "start", "then", "seed",
+                           "learning_rate", "block_size")
     if not records:
         raise UserError(f"json={c.json}: no results there")
     plt = plot()
@@ -342,7 +343,6 @@ def plot_command(argv: list[str]):
     left.set_xscale("log", base=2)
     ticks = [1 << i for i in range(8)]
     left.set_xticks(ticks, ticks)
-    left.legend()
     grid = [r for r in records if r["learning_rate"] == RATE
             and r["system"] in ("k1", "feedback") and r["schedule"] != EXACT]
     for r, colour in zip(sorted((r for r in grid if r["system"] == "k1"), key=distance),
@@ -352,7 +352,9 @@ def plot_command(argv: list[str]):
         middle.plot(distance(r), 0.02, marker="^", color=colour, clip_on=False)
     middle.set(title="k=1 by schedule of training; marks: g x passes", xlim=(0, 66),
                xlabel="position", ylabel="right, token by token")
-    middle.legend(fontsize=7)
+    for ax, size in ((left, 9), (middle, 7)):
+        if ax.get_legend_handles_labels()[0]:  # the first results may be of others
+            ax.legend(fontsize=size)
     for system, marker in (("k1", "o"), ("feedback", "x")):
         its = [r for r in grid if r["system"] == system]
         right.plot([distance(r) for r in its], [reach(r["exact"]) for r in its], marker, ls="",

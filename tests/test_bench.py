@@ -13,7 +13,9 @@ import pytest
 import torch
 from small import channels
 
+import baselines
 import bench
+import model
 from baselines import build
 from bench import PAPER
 from checkpoint import save_checkpoint
@@ -426,6 +428,44 @@ def test_systems_command(small_config, tmp_path, capsys):
     assert [r["passes"] for r in result["systems"].values()] == [
         "1", "1+2", "1+2", "1+2", "1", "7+2", "1+2", "1+2", "1", "1"]
     assert "step" not in capsys.readouterr().out.split("\n\n")[1]
+
+
+def test_systems_are_trained_anew_each_by_its_own_schedule(small_config, tmp_path, capsys):
+    with open("c.py", "a") as f:
+        f.write('init_from = "auto"; kv = "lckv"; lckv_w = 1; n_nograd = 5; n_grad = 1\n')
+    argv = ["systems", "--config=c.py", "--systems=lckv1,k2,feedback", "--device=cpu"]
+    for steps in (2, 1):
+        bench.main([*argv, f"--max_iters={steps}", "--json=r.json"])
+        for name in ("lckv1", "k2"):
+            assert torch.load(f"out/systems/{name}/ckpt.pt", weights_only=True)["step"] == steps
+    systems = json.loads((tmp_path / "r.json").read_text())["systems"]
+    assert [r["passes"] for r in systems.values()] == ["7+2", "1+2", "1+2"]
+
+
+def test_a_system_of_ones_own_is_timed_and_trained_without_a_plan(small_config, monkeypatch,
+                                                                  tmp_path, capsys):
+    monkeypatch.setattr(model, "SYSTEMS", (*model.SYSTEMS, "mine"))
+    monkeypatch.setitem(baselines.SYSTEMS, "mine", type("Mine", (model.Decoder,), {}))
+    sizes = [*SIZES, "--systems=vanilla,mine", "--trials=1"]
+    for argv in (["train", *sizes, "--batch_size=1", "--block_size=3"],
+                 ["decode", *sizes, "--batch_sizes=1", "--context=8", "--steps=2"],
+                 ["prefill", "--random=paper", "--systems=vanilla,mine", "--n_layer=2",
+                  "--block_size=8", "--batch_size=1", "--trials=1", "--device=cpu"],
+                 ["systems", "--config=c.py", "--systems=vanilla,mine", "--max_iters=1",
+                  "--device=cpu"]):
+        bench.main(argv)
+        assert capsys.readouterr().out.splitlines()[-1].startswith("mine")
+    with pytest.raises(UserError, match="kv=mine: no plan"):
+        flops_per_token(ModelConfig(kv="mine"), 8, "training")
+
+
+def test_what_a_system_of_ones_own_leaves_behind_is_not_guessed(monkeypatch):
+    monkeypatch.setattr(model, "SYSTEMS", (*model.SYSTEMS, "mine"))
+    feedback = baselines.plan(ModelConfig(kv="feedback"))
+    monkeypatch.setattr(flops, "plan", lambda c: feedback)
+    with pytest.raises(UserError, match="kv=mine: no formula"):
+        flops_per_token(ModelConfig(kv="mine"), 8, "training")
+    assert flops.flops_if_known(ModelConfig(kv="mine"), 8, "decode") is None
 
 
 @pytest.mark.parametrize("line, said", [("eval_rows = 0", "eval_rows=0: at least 1"),

@@ -4,12 +4,14 @@ import csv
 import errno
 import os
 import sys
+import time
 import types
 from pathlib import Path
 
 import pytest
 from runs import arguments, in_process, load, losses, make, refused
 
+import train
 from configurator import UserError
 from train import TrainConfig
 
@@ -90,6 +92,18 @@ def test_a_rescue_before_the_first_line_saves_the_run(folder, monkeypatch, capsy
     trainer.processes.world = 2
     trainer.rescue()
     assert load("out/ckpt.pt")["step"] == 3 and Path("out/log.csv").exists()
+
+
+def test_the_time_of_saving_is_not_that_of_steps(folder, monkeypatch):
+    def slow(*args):
+        time.sleep(0.5)
+        save(*args)
+
+    save = train.save_checkpoint
+    monkeypatch.setattr(train, "save_checkpoint", slow)
+    in_process(folder, monkeypatch, max_iters=3, eval_interval=1, eval_rows=0)
+    with open("out/log.csv", newline="") as f:
+        assert all(float(r["tokens_per_s"]) > 64 / 0.5 for r in csv.DictReader(f))
 
 
 def test_a_new_run_without_room_for_its_log_moves_no_other_away(folder, monkeypatch):

@@ -1,11 +1,14 @@
 """The runs of the study on a corpus: their commands, and what is read off their results."""
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from runs import ROOT
 
 import evaluate
+from checkpoint import save_checkpoint
 from configurator import UserError, parse
 from running.settings import TrainConfig
 from studies import corpus
@@ -38,20 +41,53 @@ def test_a_schedule_is_the_paper_s_grid_at_k_8():
     assert cells == {(g, n, m) for g in (1, 4, 8, 16) for n in (1, 2, 4) for m in (1, 2)}
 
 
-def test_a_record_has_the_scores_and_every_validation_loss(tmp_path):
-    study = corpus.CorpusConfig(folder=str(tmp_path), dataset="mine", json=f"{tmp_path}/mine.json")
-    j = next(j for j in corpus.systems(study) if j.name == "wm16_k8-1337-0.004")
-    out = tmp_path / "mine" / j.name
+@pytest.fixture
+def finished(folder, monkeypatch):
+    """A job whose run is in its folder: trained and scored on data/random."""
+    study = corpus.CorpusConfig(folder=f"{folder}/runs", dataset="random",
+                                json=f"{folder}/mine.json")
+    job = next(j for j in corpus.systems(study) if j.name == "wm16_k8-1337-0.004")
+    monkeypatch.chdir(ROOT)
+    c = parse(TrainConfig(), job.commands[0][1:], "")
+    monkeypatch.chdir(folder)
+    path = folder / "data/random/meta.json"
+    meta = json.loads(path.read_text()) | {"test_digest": "ab"}
+    path.write_text(json.dumps(meta))
+    out = folder / "runs/random" / job.name
     out.mkdir(parents=True)
+    save_checkpoint(out / "ckpt.pt", {"model": {}, "model_config": {}, "config": asdict(c),
+                                      "meta": meta})
+    monkeypatch.setattr(corpus, "parse", lambda *_: c)  # the configs are not in this folder
     (out / "log.csv").write_text("step,loss,val_loss\n0,10.8,\n1000,,4.5\n1001,4.4,\n2000,,4.1\n")
     (out / "score.json").write_text(json.dumps({
         "loss": 3.7, "perplexity": 40.4, "targets": 1000, "device": "d", "torch": "t", "step": 2000,
         "settings": {}, "seconds": 3}))
-    assert j.record() == {
-        "dataset": "mine", "config": "wm16_k8", "seed": 1337, "learning_rate": 0.004,
-        "loss": 3.7, "perplexity": 40.4,
+    return job, c, study
+
+
+def test_a_record_has_the_scores_and_every_validation_loss(finished):
+    assert finished[0].record() == {
+        "dataset": "random", "config": "wm16_k8", "seed": 1337, "learning_rate": 0.004,
+        "test_digest": "ab", "loss": 3.7, "perplexity": 40.4,
         "validation": [[1000, 4.5], [2000, 4.1]], "step": 2000, "targets": 1000, "device": "d",
         "torch": "t"}
+
+
+def test_a_run_of_other_settings_or_of_other_data_is_not_recorded(finished):
+    job, c, study = finished
+    c.learning_rate = 0.2  # as if config/short.py had changed since
+    with pytest.raises(UserError, match="trained with learning_rate=0.004, and the settings say"):
+        job.record()
+    c.learning_rate = 0.004
+    path = Path("data/random/meta.json")
+    path.write_text(path.read_text().replace('"ab"', '"cd"').replace('"test": 0', '"test": 700'))
+    with pytest.raises(UserError, match="dataset=random was prepared again since"):
+        job.record()
+    Path("data/random/test.bin").write_bytes(Path("data/random/val.bin").read_bytes())
+    Path(study.json).write_text(
+        '{"runs": [{"name": "x", "dataset": "random", "test_digest": "ab"}]}')
+    with pytest.raises(UserError, match="it has results on another test set"):
+        corpus.check_splits(study)
 
 
 def test_a_data_set_without_a_test_set_is_refused_before_any_run(folder, monkeypatch):
@@ -90,4 +126,8 @@ def test_pictures_are_drawn_from_the_results(tmp_path):
     corpus.plot_command([f"--systems={ROOT}/results/study.json", f"--output={tmp_path}",
                          f"--schedules={tmp_path}/schedules.json"])
     assert (tmp_path / "study.png").stat().st_size > 10_000
+    (tmp_path / "other.json").write_text(json.dumps({"runs": [dict(
+        name="x", config="wm16", learning_rate=1e-3, perplexity=40.0)]}))
+    corpus.plot_command([f"--systems={tmp_path}/other.json", f"--output={tmp_path}/other"])
+    assert not (tmp_path / "other").exists()
     assert (tmp_path / "schedules.png").stat().st_size > 10_000

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import warnings
 
 import pytest
 import torch
@@ -111,3 +112,11 @@ def test_the_picture_is_drawn_from_the_results(tmp_path):
     (tmp_path / "all.json").write_text(json.dumps({"runs": runs}))
     st.plot_command([f"--json={tmp_path}/all.json", f"--output={tmp_path}/picture.png"])
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+    (tmp_path / "first.json").write_text(json.dumps({"runs": runs[-1:]}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        st.plot_command([f"--json={tmp_path}/first.json", f"--output={tmp_path}/first.png"])
+    (tmp_path / "old.json").write_text(json.dumps({"runs": [runs[0] | {"name": "a"}]}).replace(
+        '"start": "own", ', ""))
+    with pytest.raises(UserError, match="old.json: .*no start"):
+        st.plot_command([f"--json={tmp_path}/old.json", f"--output={tmp_path}/old.png"])
