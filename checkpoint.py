@@ -131,9 +131,8 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
     return state
 
 
-def load_weights(model: Decoder, state: dict, path: str | Path, assign: bool = False):
-    """Give the model a checkpoint's weights, or (`assign`) its very tensors. Raises UserError if
-    they are not such a model's."""
+def load_weights(model: Decoder, state: dict, path: str | Path):
+    """Give the model a checkpoint's weights. Raises UserError if they are not such a model's."""
     theirs, ours = state["model"], model.state_dict()
     strange, missing = ([name for name in a if name not in b]
                         for a, b in ((theirs, ours), (ours, theirs)))
@@ -143,7 +142,7 @@ def load_weights(model: Decoder, state: dict, path: str | Path, assign: bool = F
                         f"{', '.join(missing[:3]) or 'none'}; an earlier version, or a changed "
                         "model, wrote it")
     try:
-        model.load_state_dict(theirs, assign=assign)
+        model.load_state_dict(theirs)
     except RuntimeError as error:
         raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
 
@@ -158,8 +157,7 @@ def damaged(path: Path, error: Exception) -> UserError:
 
 
 class Undrawn(TorchFunctionMode):
-    """Initial weights are not drawn, which takes seconds; what nobody writes to, takes no memory
-    either."""
+    """Initial weights are not drawn."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -171,14 +169,15 @@ class Undrawn(TorchFunctionMode):
 def load_model(path: str | Path, device: str = "cpu") -> tuple[Decoder, dict]:
     """Model in evaluation mode and its checkpoint, from a file or an out_dir."""
     state = load_checkpoint(path)
+    config = ModelConfig(**state["model_config"])
     try:
-        with Undrawn():
-            model = build(ModelConfig(**state["model_config"]))
-    except (RuntimeError, MemoryError) as error:
-        if not no_memory(error):
-            raise
-        raise UserError(f"{path}: a model of its sizes does not fit into memory") from None
-    load_weights(model, state, path, assign=True)  # the file's tensors become the model's
+        with Undrawn():  # which takes seconds, and for nothing
+            model = build(config)
+    except Exception as error:
+        if no_memory(error):
+            raise UserError(f"{path}: a model of its sizes does not fit into memory") from None
+        model = build(config)  # one of one's own, which looks at what it has drawn
+    load_weights(model, state, path)
     return model.to(device, torch.float32).eval(), state
 
 

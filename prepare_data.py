@@ -329,14 +329,15 @@ def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
             np.concatenate(texts).tofile(train)
     elif count >= 10_000:  # a few pages are nothing to measure on: they stay whole
         start = max(1, int(count * (1 - fraction)))
-        # cut behind white space, and leave val more than the EOS
-        near = read_ids(train, tokenizer, start - 1, min(start + PART, count - 2))
-        for cut, token in enumerate(near, start):
-            if tokenizer.decode_bytes([token])[-1:].isspace():
-                move_tail(folder, cut, "val", tokenizer.dtype)
-                with open(train, "ab") as file:
-                    file.write(np.array([tokenizer.eos_id], tokenizer.dtype).tobytes())
-                return
+        # cut behind white space, or where a character begins; and leave val more than the EOS
+        near = [tokenizer.decode_bytes([token]) for token in read_ids(
+            train, tokenizer, start - 1, min(start + PART, count - 2))]
+        cuts = itertools.chain(
+            (cut for cut, token in enumerate(near, start) if token[-1:].isspace()),
+            (cut for cut, token in enumerate(near[1:], start) if token[0] >> 6 != 0b10))
+        move_tail(folder, next(cuts, start), "val", tokenizer.dtype)
+        with open(train, "ab") as file:
+            file.write(np.array([tokenizer.eos_id], tokenizer.dtype).tobytes())
 
 
 # --- all of it
@@ -504,7 +505,7 @@ def download(config: PrepareConfig, folder: Path) -> list[Path]:
 
 def dataset_name(names: str, first: Path) -> str:
     """A name for a data set: that of the first folder or file of --input."""
-    path = Path(names.split(",")[0]).resolve()
+    path = Path(names if os.path.exists(names) else names.split(",")[0]).resolve()
     if path.is_dir():
         return path.name
     path = path if path.exists() else first.resolve().parent  # a glob goes by its folder
@@ -543,8 +544,9 @@ def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,
         if tokens:
             print(f"{split:5s} {tokens:13,} tokens in {out_dir}/{split}.bin")
     if config.val_fraction and not meta["tokens"]["val"]:
-        print("no val.bin: " + ("every document is a copy of another" if counts["documents"] > 1
-                                else "the only document is too short to be cut"))
+        few = "the only document is too short to be cut"
+        print("no val.bin: " + (f"every document is a copy of another, or {few}"
+                                if counts["documents"] > 1 else few))
     dataset = os.path.relpath(out_dir, "data")
     if dataset.startswith(os.pardir):
         dataset = os.path.abspath(out_dir)

@@ -148,7 +148,7 @@ def unknown(model: Decoder) -> set[str]:
     check("attention", Decoder, "place", "attention")
     if hooked(model) or not alike(model.norm, norm) or not alike(model.embed, embed):
         found.add("loss")
-    if not head_fits(c.head_dim):
+    if not head_fits(c.head_dim) or c.n_head // c.n_kv_head > 16:
         found.add("attention")
     if isinstance(model, Recurrent):
         check("recurrent", Recurrent, "attend")

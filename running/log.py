@@ -48,8 +48,9 @@ class Log:
         """The rows up to `step`, which a resumed run does not repeat."""
         if not path.exists():
             return []
-        with open(path, newline="", encoding="utf-8", errors="replace") as f:
-            rows = [r for r in csv.reader(f) if len(r) == len(cls.columns) and r[0].isdigit()]
+        with open(path, encoding="utf-8", errors="replace") as f:  # maybe with zeros at its end
+            rows = [r for r in (line.rstrip("\n").split(",") for line in f)
+                    if len(r) == len(cls.columns) and r[0].isdigit()]
         # a validation after n steps is in row n, which has no loss
         return [r for r in rows if int(r[0]) < step or int(r[0]) == step and not r[1]]
 

@@ -97,6 +97,8 @@ def check(c: TrainConfig, rank: int = 0, world: int = 1):
     if c.gradient_accumulation_steps % world:
         raise UserError(f"gradient_accumulation_steps={c.gradient_accumulation_steps} counts the "
                         f"micro-steps of all processes: no multiple of the {world} processes here")
+    if (Path(c.out_dir) / "meta.json").is_file():
+        raise UserError(f"out_dir={c.out_dir}: a data set is there; a run needs another folder")
     known = c.init_from in ("scratch", "resume", "auto") or c.init_from.startswith("auto:")
     if c.init_from in ("", "auto:") or not known and not Path(c.init_from).exists():
         raise UserError(f"init_from={c.init_from}: choose scratch, resume, auto, or the path of a "

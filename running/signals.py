@@ -29,7 +29,8 @@ class Signals:
     """
 
     def __init__(self):
-        self.received, self.since, self.begun = None, 0.0, False
+        self.received, self.begun = None, False
+        self.interrupted = None  # when Ctrl-C was pressed first
         self.numbers = {number for name in REQUESTS
                         if (number := getattr(signal, name, None)) is not None
                         and signal.getsignal(number) is not signal.SIG_IGN}
@@ -60,11 +61,12 @@ class Signals:
         name, now = signal.Signals(number).name, time.monotonic()
         if not self.begun:
             end(number, f"{name} before the first step: there was nothing to save")
-        elif self.received is None:
-            self.received, self.since = number, now
+        elif number != signal.SIGINT or self.interrupted is None:
+            self.received = self.received or number
             if number == signal.SIGINT:
+                self.interrupted = now
                 say("Ctrl-C: ends after this step; again: at once")
-        elif number == signal.SIGINT and now - self.since > SAME:
+        elif now - self.interrupted > SAME:
             end(number, "Ctrl-C again: ends without saving; the checkpoint is from before")
 
 

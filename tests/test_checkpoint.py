@@ -97,7 +97,12 @@ def drawn(self):
     self.register_buffer("own", torch.nn.init.ones_(torch.empty(3)).cumsum(0) - 1, False)
 
 
-@pytest.mark.parametrize("make", [buffer, attribute, numbers, in_a_list, drawn])
+def looks_at_it(self):
+    assert 0.5 < self.embed.weight.std() < 2  # as nn.Embedding draws it
+    self.own = torch.arange(3.)
+
+
+@pytest.mark.parametrize("make", [buffer, attribute, numbers, in_a_list, drawn, looks_at_it])
 def test_a_changed_model_may_make_tensors_that_no_checkpoint_has(make, state, monkeypatch):
     init = Decoder.__init__
 
@@ -109,6 +114,27 @@ def test_a_changed_model_may_make_tensors_that_no_checkpoint_has(make, state, mo
     model, _ = checkpoint.load_model("a")
     assert model.own.tolist() == [0, 1, 2]
     assert all(torch.equal(v, state["model"][k]) for k, v in model.state_dict().items())
+
+
+def test_what_a_changed_model_has_made_of_its_weights_holds_for_a_loaded_one(state, monkeypatch):
+    init = Decoder.__init__
+
+    def changed(self, config):
+        init(self, config)
+        self.head = torch.nn.Linear(*self.embed.weight.shape[::-1], bias=False)
+        self.head.weight = self.embed.weight
+        self.scores = lambda h, w=self.embed.weight: h @ w.T
+
+    monkeypatch.setattr(Decoder, "__init__", changed)
+    theirs = state["model"] | {"head.weight": state["model"]["embed.weight"]}
+    torch.save(state | {"model": theirs}, "b.pt")
+    model, loaded = checkpoint.load_model("b.pt")
+    assert model.head.weight is model.embed.weight
+    h = torch.randn(2, model.config.n_embd)
+    assert torch.equal(model.scores(h), h @ theirs["embed.weight"].T)
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    assert torch.equal(loaded["model"]["embed.weight"], theirs["embed.weight"])
 
 
 def test_wrapper_prefixes_are_stripped_and_unknown_names_refused(state):

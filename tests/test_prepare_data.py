@@ -152,6 +152,20 @@ def test_one_long_text_gives_its_end_to_val(tmp_path):
     assert train[-1].isspace() and abs(len(val) - 3200) < 32
 
 
+def test_a_long_text_without_white_space_is_cut_where_a_character_begins(tmp_path):
+    source = tmp_path / "book.txt"
+    source.write_text("這是一本書。" * 2000, encoding="utf-8")
+    out = prep(source, "--val_fraction=0.1")
+    (train,), (val,) = read_texts(out), read_texts(out, "val")
+    assert train + val == source.read_text(encoding="utf-8")
+    assert abs(len(val) - 1200) < 3
+
+
+def test_a_file_with_a_comma_in_its_name_gives_the_data_set_its_own(tmp_path):
+    (tmp_path / "a,b.txt").write_text("x")
+    assert prepare_data.dataset_name(f"{tmp_path}/a,b.txt", tmp_path / "a,b.txt") == "a,b"
+
+
 def test_test_rows_are_the_last_tokens_and_share_no_document_with_train(tmp_path):
     texts = [f"{i:03d}" * 50 for i in range(100)]  # 151 tokens each
     source = write_jsonl(tmp_path / "a.jsonl", texts)

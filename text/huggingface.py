@@ -27,6 +27,8 @@ class HuggingFace:
         table = json.loads(content)
         for token in table.get("added_tokens", []):
             token["special"] = token.get("special") or token["content"] in ENDS
+            if not token["special"] and (token.get("lstrip") or token.get("rstrip")):
+                raise ValueError(f"its token {token['content']!r} takes white space away")
         table |= {"truncation": None, "padding": None, "post_processor": None}
         table["model"]["dropout"] = None
         for part in ("continuing_subword_prefix", "end_of_word_suffix"):  # the library may panic

@@ -385,6 +385,9 @@ def from_table(path: Path, name: str) -> Tokenizer:
         sizes = ", ".join(f"{size:,}" for size in TABLES)
         raise ValueError(f"{len(ranks):,} tokens; the known tables (gpt2, cl100k_base, qwen) have "
                          f"{sizes}, for another use its tokenizer.json")
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(
+            bytes([i]) not in ranks for i in range(256)):
+        raise ValueError("not each id from 0 on, or not each byte, is there once")
     return build(name, ranks, *TABLES[len(ranks)])
 
 

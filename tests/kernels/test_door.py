@@ -141,6 +141,8 @@ def test_sizes_that_no_kernel_takes_are_noticed():
     assert known.unknown(small_model(n_layer=33, n_channels=2)) == {"pool"}
     for d in (8, 24, 40, 112):
         assert known.unknown(small_model(head_dim=d)) == {"attention"}
+    assert known.unknown(small_model(n_head=17, n_kv_head=1)) == {"attention"}
+    assert known.unknown(small_model(n_head=16, n_kv_head=1)) == set()
     for d in (16, 32, 48, 80, 96, 128):
         assert known.unknown(small_model(head_dim=d)) == set()
 

@@ -84,6 +84,15 @@ def test_a_log_that_is_tidied_away_is_begun_anew(folder, monkeypatch):
     assert sorted(losses("kept.csv")) == [0] and sorted(losses("out/log.csv")) == [1, 2]
 
 
+def test_a_log_that_ends_in_zeros_is_read(folder, monkeypatch):
+    """As files do after a power cut; no field of csv's may be so long."""
+    in_process(folder, monkeypatch, max_iters=2)
+    with open("out/log.csv", "ab") as f:
+        f.write(bytes(200_000))
+    in_process(folder, monkeypatch, max_iters=3, init_from="resume")
+    assert sorted(losses("out/log.csv")) == [0, 1, 2]
+
+
 def test_a_rescue_before_the_first_line_saves_the_run(folder, monkeypatch, capsys):
     """Of several processes, one of which has died: no losses can be added up any more."""
     trainer = make(folder, monkeypatch, max_iters=9, log_interval=100)

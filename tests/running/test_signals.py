@@ -63,7 +63,19 @@ def test_a_repeat_is_the_same_request_and_a_later_ctrl_c_ends_at_once():
     p.send_signal(signal.SIGINT)
     out, error = p.communicate(timeout=10)
     assert p.returncode == 130 and set(out.split()) == {str(int(signal.SIGTERM))}
-    assert error == "Ctrl-C again: ends without saving; the checkpoint is from before\n"
+    assert error == ("Ctrl-C: ends after this step; again: at once\n"
+                     "Ctrl-C again: ends without saving; the checkpoint is from before\n")
+
+
+def test_the_first_ctrl_c_after_another_request_changes_nothing():
+    p = process("signals.SAME = 0.1\ns.begun = True\nprint('there', flush=True)\n"
+                "while not s.interrupted: time.sleep(0.02)\nprint(s.received)")
+    for number in (signal.SIGUSR1, signal.SIGINT):
+        p.send_signal(number)
+        time.sleep(0.3)
+    assert p.communicate(timeout=10) == (
+        f"{int(signal.SIGUSR1)}\n", "Ctrl-C: ends after this step; again: at once\n")
+    assert p.returncode == 0
 
 
 def test_what_is_ignored_from_the_start_stays_ignored():

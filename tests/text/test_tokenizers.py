@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import pickle
@@ -145,6 +146,8 @@ def broken(**model) -> dict:
          r"its pre-tokenizer \(none\) does not end"),
         (broken(continuing_subword_prefix="##"), "continuing_subword_prefix='##'"),
         (broken(end_of_word_suffix="</w>"), "end_of_word_suffix='</w>'"),
+        (tokenizer_json(MERGES, added_tokens=[{"id": 600, "content": " x", "lstrip": True}]),
+         "its token ' x' takes white space away"),
     ],
 )
 def test_a_tokenizer_json_of_another_kind_is_refused_with_the_reason(tmp_path, content, message):
@@ -176,6 +179,17 @@ def test_a_table_of_no_known_kind_is_refused(tmp_path, content):
     path = tmp_path / "mine.tiktoken"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=r"mine.tiktoken: (line [12] is not|2 tokens; the known)"):
+        get_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("damage", [lambda i: 0, lambda i: i + 1])
+def test_a_table_with_wrong_ids_is_refused(tmp_path, damage):
+    """The library panics at the one, and the other gives a word the id of EOS."""
+    words = [bytes([i]) for i in range(256)] + [b"%d" % i for i in range(10, 50_010)]
+    path = tmp_path / "mine.tiktoken"
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(word), damage(i))
+                              for i, word in enumerate(words)))
+    with pytest.raises(UserError, match="mine.tiktoken: not each id from 0 on"):
         get_tokenizer(str(path))
 
 
