@@ -143,22 +143,16 @@ def test_val_is_no_copy_of_what_is_trained_on(tmp_path, texts):
     assert read_texts(out) == [text for text in texts if text not in val]
 
 
-def test_one_long_text_gives_its_end_to_val(tmp_path):
+@pytest.mark.parametrize("sentence, end", [
+    ("It was a dark and stormy night.\n", "\n"), ("這是一個風雨交加的夜晚。", "")])
+def test_one_long_text_gives_its_end_to_val(tmp_path, sentence, end):
+    """Behind white space, or where a character begins."""
     source = tmp_path / "book.txt"
-    source.write_text("It was a dark and stormy night.\n" * 1000, encoding="utf-8")
+    source.write_text(sentence * 1000, encoding="utf-8")
     out = prep(source, "--val_fraction=0.1")
     (train,), (val,) = read_texts(out), read_texts(out, "val")
-    assert train + val == source.read_text(encoding="utf-8")
-    assert train[-1].isspace() and abs(len(val) - 3200) < 32
-
-
-def test_a_long_text_without_white_space_is_cut_where_a_character_begins(tmp_path):
-    source = tmp_path / "book.txt"
-    source.write_text("這是一本書。" * 2000, encoding="utf-8")
-    out = prep(source, "--val_fraction=0.1")
-    (train,), (val,) = read_texts(out), read_texts(out, "val")
-    assert train + val == source.read_text(encoding="utf-8")
-    assert abs(len(val) - 1200) < 3
+    assert train + val == sentence * 1000 and train.endswith(end)
+    assert abs(len(val) - 100 * len(sentence)) < len(sentence)
 
 
 def test_a_file_with_a_comma_in_its_name_gives_the_data_set_its_own(tmp_path):
