@@ -157,7 +157,8 @@ def damaged(path: Path, error: Exception) -> UserError:
 
 
 class Undrawn(TorchFunctionMode):
-    """Initial weights are not drawn."""
+    """Initial weights are not drawn: a file's take their place, and for 54 M parameters drawing
+    takes 1.4 s of each command."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -171,7 +172,7 @@ def load_model(path: str | Path, device: str = "cpu") -> tuple[Decoder, dict]:
     state = load_checkpoint(path)
     config = ModelConfig(**state["model_config"])
     try:
-        with Undrawn():  # which takes seconds, and for nothing
+        with Undrawn():
             model = build(config)
     except Exception as error:
         if no_memory(error):

@@ -22,7 +22,6 @@ and val.bin the rows before, and what they cut off is dropped.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -332,10 +331,11 @@ def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
         start = max(1, int(count * (1 - fraction)))
         # cut behind white space, or where a character begins; and leave val more than the EOS
         near = read_ids(train, tokenizer, start - 1, min(start + PART, count - 2))
-        text = functools.partial(map, lambda token: tokenizer.decode_bytes([token]))
         cuts = itertools.chain(
-            (cut for cut, x in enumerate(text(near), start) if x[-1:].isspace()),
-            (cut for cut, x in enumerate(text(near[1:]), start) if not b"\x80" <= x[:1] < b"\xc0"))
+            (cut for cut, token in enumerate(near, start)
+             if tokenizer.decode_bytes([token])[-1:].isspace()),
+            (cut for cut, token in enumerate(near[1:], start)
+             if not b"\x80" <= tokenizer.decode_bytes([token])[:1] < b"\xc0"))
         move_tail(folder, next(cuts, start), "val", tokenizer.dtype)
         with open(train, "ab") as file:
             file.write(np.array([tokenizer.eos_id], tokenizer.dtype).tobytes())

@@ -188,9 +188,11 @@ def test_a_loaded_model_draws_no_weights(state):
     assert called.names and not [n for n in called.names if "normal" in n or "uniform" in n]
 
 
-def test_sizes_that_no_memory_has_are_said(state):
-    torch.save(state | {"model_config": state["model_config"] | {"n_embd": 10**9}}, "b.pt")
-    with pytest.raises(UserError, match="b.pt: a model of its sizes does not fit into memory"):
+@pytest.mark.parametrize("n_embd, said", [
+    (48, ".*size mismatch for embed.weight"), (10**9, "a model of its sizes does not fit into")])
+def test_sizes_that_the_weights_have_not_are_said(state, n_embd, said):
+    torch.save(state | {"model_config": state["model_config"] | {"n_embd": n_embd}}, "b.pt")
+    with pytest.raises(UserError, match=f"b.pt: {said}"):
         checkpoint.load_model("b.pt")
 
 
