@@ -198,13 +198,13 @@ def plot_systems(records: list[dict], output: Path):
         mean = statistics.mean(scores)
         colour = next((c for k, c in colours.items() if config.startswith(k)), "#d55e00")
         # names that would meet others' marks or names
-        below = colour == "#d55e00" or config == "wm16_k4"
-        height = -2 if config == "static16" else -10 if below else 4
+        left = config == "wm16_k4"
+        height = -2 if config == "static16" else -10 if left or colour == "#d55e00" else 4
         for ax, x in zip(axes, sizes(config)):
             ax.errorbar(x, mean, [[mean - min(scores)], [max(scores) - mean]], fmt="o", ms=5,
                         color=colour, capsize=3)
-            ax.annotate(SYSTEMS[config], (x, mean), (6, height), fontsize=8,
-                        textcoords="offset points", color=colour)
+            ax.annotate(SYSTEMS[config], (x, mean), (-6 if left else 6, height), fontsize=8,
+                        ha="right" if left else "left", textcoords="offset points", color=colour)
     axes[0].set_xscale("log", base=2)
     axes[0].set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], ["1/16", "1/8", "1/4", "1/2", "1"])
     axes[0].set_xlabel("cache, in that of vanilla with 16 layers")
