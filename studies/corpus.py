@@ -197,9 +197,9 @@ def plot_systems(records: list[dict], output: Path):
     for config, scores in found.items():
         mean = statistics.mean(scores)
         colour = next((c for k, c in colours.items() if config.startswith(k)), "#d55e00")
-        # names that would meet others' marks or names
-        left, below = config in ("wm16_k4", "wm16_k8"), colour == "#d55e00" or config == "wm16_k4"
-        height = -2 if config == "static16" else -10 if below else 4
+        # elsewhere these names would meet others, or their marks and bars
+        left = config in ("wm16_k4", "wm16_k8")
+        height = {"static16": -2, "wm16_k4": -10}.get(config, -10 if colour == "#d55e00" else 4)
         for ax, x in zip(axes, sizes(config)):
             ax.errorbar(x, mean, [[mean - min(scores)], [max(scores) - mean]], fmt="o", ms=5,
                         color=colour, capsize=3)
