@@ -163,6 +163,13 @@ def schedules_command(argv: list[str]):
 
 # ---- pictures
 
+# points from a mark to its name, and the name's side that is there, where it would else meet others
+NAME_PLACES = {"static16": (6, -2, "left"), "wm16_k4": (-6, -10, "right"),
+               "wm16_k8": (-6, 4, "right"), "wm16_k12": (0, -24, "center"),
+               "fusedkv16": (-6, 12, "right"), "lckv16_w4": (-6, -10, "right"),
+               "vanilla24": (-6, 4, "right")}
+
+
 @dataclass
 class PlotConfig:
     systems: str = key("out/study.json", "what `systems` has written")
@@ -192,19 +199,17 @@ def plot_systems(records: list[dict], output: Path):
     if not found:
         print(f"no results at the study's rate, {RATE:g}, for {output.name}")
         return
-    fig, axes = plt.subplots(1, 2, figsize=(10, 4.4), sharey=True, layout="constrained")
+    fig, axes = plt.subplots(1, 2, figsize=(12, 5.2), sharey=True, layout="constrained")
     colours = {"vanilla": "#000000", "wm": "#0072b2", "static": "#56b4e9", "nofeedback": "#009e73"}
     for config, scores in found.items():
         mean = statistics.mean(scores)
         colour = next((c for k, c in colours.items() if config.startswith(k)), "#d55e00")
-        # elsewhere these names would meet others, or their marks and bars
-        left = config in ("wm16_k4", "wm16_k8")
-        height = {"static16": -2, "wm16_k4": -10}.get(config, -10 if colour == "#d55e00" else 4)
+        dx, dy, side = NAME_PLACES.get(config, (6, -10 if colour == "#d55e00" else 4, "left"))
         for ax, x in zip(axes, sizes(config)):
             ax.errorbar(x, mean, [[mean - min(scores)], [max(scores) - mean]], fmt="o", ms=5,
                         color=colour, capsize=3)
-            ax.annotate(SYSTEMS[config], (x, mean), (-6 if left else 6, height), fontsize=8,
-                        ha="right" if left else "left", textcoords="offset points", color=colour)
+            ax.annotate(SYSTEMS[config], (x, mean), (dx, dy), fontsize=8, ha=side,
+                        textcoords="offset points", color=colour)
     axes[0].set_xscale("log", base=2)
     axes[0].set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], ["1/16", "1/8", "1/4", "1/2", "1"])
     axes[0].set_xlabel("cache, in that of vanilla with 16 layers")

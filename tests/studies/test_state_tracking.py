@@ -53,6 +53,12 @@ def test_a_run_trains_and_is_scored_at_every_position(tmp_path, argv):
     assert len(result["exact"]) == 12 and len(result["as_trained"]) == 8
     if result["kv"] in ("vanilla", "nofeedback") or result["schedule"] == "8x0+1":  # exact
         assert result["as_trained"] == result["exact"][:8]
+    passes, each = sum(map(int, result["schedule"].split("x")[1].split("+"))), result["each_pass"]
+    if result["kv"] in ("vanilla", "nofeedback"):
+        assert each is None
+    elif result["then"] is None:
+        assert each[passes - 1][:8] == result["as_trained"] and len(each) == 12
+        assert len(each[0]) == 12
     if result["kv"] == "whitematter":
         assert torch.tensor(result["routing"]["keys"]).shape == (2, 2)
 
@@ -106,7 +112,8 @@ def test_reach_is_the_first_position_that_fails():
 def test_the_picture_is_drawn_from_the_results(tmp_path):
     pytest.importorskip("matplotlib")
     runs = [dict(name=f"{s}{p}", system=s, schedule=p, group="s5", start="own", then=None,
-                 seed=1337, learning_rate=1e-3, block_size=32, exact=[1.0] * 20 + [0.1] * 108)
+                 seed=1337, learning_rate=1e-3, block_size=32, exact=[1.0] * 20 + [0.1] * 108,
+                 as_trained=[1.0] * 20 + [0.1] * 12)
             for s, p in (("k1", "8x1+2"), ("k1", "32x0+1"), ("feedback", "4x1+1"),
                          ("vanilla", "1x0+1"))]
     (tmp_path / "all.json").write_text(json.dumps({"runs": runs}))
