@@ -43,7 +43,7 @@ from text.tokenizer import Tokenizer, other_ids, tokenizer_of
 PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"
 # Okabe and Ito's colours, which all can tell apart; then the same with another dash
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-DASHES = ("-", "--", ":", "-.")
+STYLES = [dict(color=colour, ls=dash) for dash in ("-", "--", ":", "-.") for colour in COLOURS]
 FEEDBACK, FORWARD = (0.835, 0.369, 0.0), (0.0, 0.447, 0.698)  # two of them
 CONTEXT = 30  # tokens printed before an unusual one
 WIDTH = 40  # letters of a name on a line
@@ -328,7 +328,7 @@ def relative(curve: Curve, base: Curve) -> Curve:
 
 def draw_curve(ax, n: int, curve: Curve, unit: float):
     """The n-th of some: a line, and dots for the validations."""
-    style = dict(color=COLOURS[n % len(COLOURS)], ls=DASHES[n // len(COLOURS) % len(DASHES)])
+    style = STYLES[n % len(STYLES)]
     ax.plot(curve.x / unit, curve.loss, lw=1.3, label=f"run {n}", **style)
     ax.plot(curve.val_x / unit, curve.val_loss, **style | dict(
         ls="", marker="o", ms=5, mec="white", mew=0.8, zorder=3))
@@ -465,7 +465,7 @@ def draw_perplexities(ax, schedules: list[dict], exact: float):
         off = [100 * abs(p / exact - 1) for p in s["perplexities"]]
         label = "Jacobi" if s["g"] == 1 else f"g={s['g']}"
         ax.plot(range(1, len(off) + 1), off, marker="o", ms=4, lw=1.2, label=label,
-                color=COLOURS[n % len(COLOURS)], ls=DASHES[n // len(COLOURS) % len(DASHES)])
+                **STYLES[n % len(STYLES)])
     ax.axhline(1, color=INK, lw=0.9, ls=":")
     longest = max(len(s["perplexities"]) for s in schedules)
     ax.set(yscale="log", xlabel="pass", ylabel="perplexity off by, %", xlim=(0.5, longest + 0.5),
