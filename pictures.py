@@ -438,9 +438,8 @@ def convergence(c: ConvergenceConfig):
         if len(y):
             ax.set(yscale="log", ylim=(0.7 * y.min(), 1.6 * y.max()))
             ax.minorticks_off()
-            ticks = [t for d in range(-3, 7) for t in (10.0**d, 2 * 10.0**d, 5 * 10.0**d)
-                     if 0.7 * y.min() <= t <= 1.6 * y.max()]
-            ax.set_yticks(ticks, [f"{t:,g}" for t in ticks])
+            ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+            ax.yaxis.set_major_formatter("{x:,g}")
         for i in at[~reached]:
             ax.annotate("not\nreached", (i, 0.97), xycoords=("data", "axes fraction"), ha="center",
                         va="top", color="#777777", fontsize=8)
