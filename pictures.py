@@ -551,17 +551,6 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
     return [ids[i:i + T] for i in range(0, len(ids), T)]
 
 
-def read_connectome(c: ConnectomeConfig, model: Decoder, rows: list[list[int]]) -> Connectome:
-    """Run the model over the rows, one by one; a pool with a static router is welcome, too."""
-    mc, device = model.config, model.embed.weight.device
-    schedule = Schedule("training")
-    if c.exact and model.iterates:
-        schedule = Schedule("cyclic", 1, mc.n_groups, TOLERANCE[torch.float32])
-    alpha = [mixing_weights(model, torch.tensor([row], device=device), schedule)[:, 0].cpu()
-             for row in rows]
-    return Connectome(torch.cat(alpha, 1).float(), [i for row in rows for i in row])
-
-
 def report(x: Connectome, tokenizer: Tokenizer, n_unusual: int):
     """Print how much the weights depend on the token, and the tokens where they do the most."""
     print(f"{len(x.ids):,} tokens. Spread of the mixing weights over tokens, relative to their "
@@ -590,13 +579,18 @@ def connectome(c: ConnectomeConfig):
     at_least(0, c, "unusual")
     if c.split not in ("train", "val", "test"):
         raise UserError(f"split={c.split}: choose train, val or test")
-    plt = plot()
-    model, checkpoint = load_model(c.out_dir, pick_device(c.device))
+    plt, device, schedule = plot(), pick_device(c.device), Schedule("training")
+    model, checkpoint = load_model(c.out_dir, device)
     if model.config.kv != "whitematter":
         raise UserError(f"{c.out_dir}: kv={model.config.kv}, but only whitematter's routers are "
                         "drawn")
     tokenizer = tokenizer_of(checkpoint["meta"], c.out_dir, c.tokenizer)
-    x = read_connectome(c, model, connectome_rows(c, checkpoint, tokenizer))
+    if c.exact:
+        schedule = Schedule("cyclic", 1, model.config.n_groups, TOLERANCE[torch.float32])
+    rows = connectome_rows(c, checkpoint, tokenizer)
+    alpha = [mixing_weights(model, torch.tensor([row], device=device), schedule)[:, 0].cpu()
+             for row in rows]
+    x = Connectome(torch.cat(alpha, 1).float(), sum(rows, []))
     if not x.alpha.isfinite().all():
         raise UserError(f"{c.out_dir}: mixing weights that are not finite; the checkpoint is "
                         "damaged, or its training diverged")
@@ -654,20 +648,16 @@ def draw_fibres(ax, alpha: Tensor, n_layer: int, n_fibres: int):
     """From the layers of past tokens, on the left, to the layers that read them."""
     from matplotlib.collections import LineCollection
 
-    fibres = fibres_of(alpha, n_layer, n_fibres)
-    strongest = max((abs(f[2]) for f in fibres), default=1.0)
+    fibres = np.array(fibres_of(alpha, n_layer, n_fibres)).reshape(-1, 4, 1)
+    source, layer, weight, place = fibres.swapaxes(0, 1)  # (N, 1) each
+    strength = abs(weight[:, 0]) / abs(weight).max(initial=1e-12)
     faint = min(1.0, (2000 / max(len(fibres), 1)) ** 0.5)  # where there are many
     t = np.linspace(0, 1, 40)
-    bend = t * t * (3 - 2 * t)
-    lines, widths, colours = [], [], []
-    for source, layer, weight, place in fibres:
-        start, end = source + 0.3 * place, layer + 0.3 * place
-        strength = abs(weight) / strongest
-        lines.append(np.stack([t, start + (end - start) * bend], 1))
-        widths.append(0.3 + 1.2 * strength)
-        colour = FEEDBACK if source > layer else FORWARD
-        colours.append((*colour, faint * (0.04 + 0.5 * strength**1.5)))
-    ax.add_collection(LineCollection(lines, linewidths=widths, colors=colours))
+    y = source + (layer - source) * t * t * (3 - 2 * t) + 0.3 * place
+    ax.add_collection(LineCollection(
+        np.stack(np.broadcast_arrays(t, y), -1), linewidths=0.3 + 1.2 * strength,
+        colors=[FEEDBACK if up else FORWARD for up in source > layer],
+        alpha=faint * (0.04 + 0.5 * strength**1.5)))
     top = max(n_layer, alpha.size(-1))
     for at, n, side in ((-0.02, alpha.size(-1), "right"), (1.02, n_layer, "left")):
         for i in every(n):
