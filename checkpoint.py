@@ -7,12 +7,14 @@ loaded is looked at first, so that a damaged one, or one of another version, is 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
 import re
 import shutil
 import zipfile
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -26,38 +28,42 @@ from configurator import UserError, no_memory
 from model import ROUTERS, SYSTEMS, Decoder, ModelConfig
 
 
-def save_checkpoint(path: Path, state: dict):
-    """Write to a temporary name in the same folder, flush, rename: never half a checkpoint."""
+@contextlib.contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """A temporary name in the same folder; what is written there replaces `path` in the end."""
     temporary = path.with_name(path.name + ".tmp")
     try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_checkpoint(path: Path, state: dict):
+    """All of a checkpoint, on the disk when this returns, or what was there stays."""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as f:
+        with written_beside(path) as temporary, open(temporary, "wb") as f:
             torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
-        os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into the latter
         reason = getattr(error, "strerror", None) or "an incomplete write; is the disk full?"
         raise UserError(f"{path}: cannot be written ({reason}); an earlier checkpoint there is "
                         "as it was") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def keep_copy(path: Path, copy: Path):
     """A second name for a checkpoint, which is never written to, only replaced."""
-    temporary = copy.with_name(copy.name + ".tmp")
-    temporary.unlink(missing_ok=True)
     try:
-        try:
-            os.link(path, temporary)
-        except OSError:  # some file systems have no links
-            shutil.copyfile(path, temporary)
-        os.replace(temporary, copy)
+        with written_beside(copy) as temporary:
+            temporary.unlink(missing_ok=True)
+            try:
+                os.link(path, temporary)
+            except OSError:  # some file systems have no links
+                shutil.copyfile(path, temporary)
     except OSError as error:
         raise UserError(f"{copy}: cannot be written ({error.strerror})") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def free(path: Path) -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import written_beside
 from configurator import UserError, at_least, session
 
 
@@ -130,15 +131,9 @@ def write_json(path: str | None, results: dict):
 
 
 def write_whole(path: Path, data: bytes):
-    """All of a file, or what was there stays: it is written beside and renamed, unless it is no
-    file, such as /dev/stdout. Raises OSError."""
-    if path.exists() and not path.is_file():
+    """All of a file, or what was there stays. Raises OSError."""
+    if path.exists() and not path.is_file():  # such as /dev/stdout
         path.write_bytes(data)
         return
-    path = path.resolve()  # a link stays a link
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
+    with written_beside(path.resolve()) as temporary:  # a link stays a link
         temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

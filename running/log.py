@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import keep_previous
+from checkpoint import keep_previous, written_beside
 from configurator import UserError, package
 from running.lock import Lock
 from running.processes import Processes, brief
@@ -57,16 +57,13 @@ class Log:
     def begin(self):
         """The file with the rows that are kept; whatever happens, it has either all old rows or
         these."""
-        folder, temporary = self.path.parent, self.path.with_name(self.path.name + ".tmp")
-        try:
+        folder = self.path.parent
+        with written_beside(self.path) as temporary:
             with open(temporary, "w", newline="", encoding="utf-8") as f:
                 csv.writer(f).writerows([self.columns, *self.kept])
             previous = keep_previous(folder) if self.is_new else None
             if previous:
                 self.processes.print(f"{folder} held a run: it is kept in {previous}")
-            os.replace(temporary, self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
         self.begun = True
 
     def write(self):
