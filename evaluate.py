@@ -47,15 +47,7 @@ from measure.schedules import (
 )
 from measure.timing import check, environment, machine, write_json
 from running.devices import pick_device, pick_dtype
-from text.rows import (
-    SPLITS,
-    load_meta,
-    note_if_longer,
-    note_if_prepared_again,
-    open_tokens,
-    to_device,
-)
-from text.tokenizer import other_ids
+from text.rows import SPLITS, data_of, note_if_longer, open_tokens, to_device
 
 REFERENCE = (16, 32)  # groups and passes that stand in for decoding there
 
@@ -160,12 +152,7 @@ class PerplexityConfig:
 
 def load_windows(c: PerplexityConfig, checkpoint: dict) -> tuple[Path, Windows]:
     """The file that is scored. Raises UserError if it is not of the checkpoint's tokenizer."""
-    folder, meta = load_meta(c.dataset or checkpoint["config"]["dataset"])
-    if said := other_ids(meta, checkpoint["meta"]):
-        raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}: "
-                        "perplexities of other tokens mean nothing")
-    if c.dataset in (None, checkpoint["config"]["dataset"]):
-        note_if_prepared_again(folder, meta, checkpoint)
+    folder, meta = data_of(checkpoint, c.out_dir, c.dataset)
     path = folder / f"{c.split}.bin"
     trained = checkpoint["config"]["block_size"]
     block_size = c.block_size or trained

@@ -37,8 +37,8 @@ from measure.schedules import Schedule
 from measure.timing import write_whole
 from model import Decoder, ModelConfig, rms_norm
 from running.devices import pick_device
-from text.rows import load_meta, note_if_prepared_again
-from text.tokenizer import Tokenizer, other_ids, tokenizer_of
+from text.rows import data_of
+from text.tokenizer import Tokenizer, tokenizer_of
 
 PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"
 # Okabe and Ito's colours, which all can tell apart; then the same with another dash
@@ -537,10 +537,7 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
     """Rows of at most block_size ids: of the file `text`, or of the data set."""
     T = checkpoint["config"]["block_size"]
     if c.text is None:
-        folder, meta = load_meta(checkpoint["config"]["dataset"])
-        if said := other_ids(meta, checkpoint["meta"]):
-            raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}")
-        note_if_prepared_again(folder, meta, checkpoint)
+        folder, meta = data_of(checkpoint, c.out_dir)
         windows = Windows(folder / f"{c.split}.bin", meta, T, meta["vocab_size"], c.rows)
         ids = windows.tokens[:-1].tolist()
     else:

@@ -40,8 +40,7 @@ from running.devices import pick_device, pick_dtype
 from running.settings import TrainConfig
 from running.start import model_config
 from solvers import cyclic, evaluation_schedule
-from text.rows import TokenRows, load_meta, note_if_prepared_again
-from text.tokenizer import other_ids
+from text.rows import TokenRows, data_of
 
 RESIDUALS_OF = (1, 4, 8, 16)  # groups, in the table of residuals
 
@@ -87,10 +86,7 @@ def load(c: PrefillConfig, device: str) -> tuple[Decoder, Tensor, Tensor]:
     if not model.iterates:
         raise UserError(f"{c.out_dir}: kv={model.config.kv} is exact in one pass, there is no "
                         "schedule to compare")
-    folder, meta = load_meta(checkpoint["config"]["dataset"])
-    if said := other_ids(meta, checkpoint["meta"]):
-        raise UserError(f"{folder} has {said[0]}, {c.out_dir} was trained with {said[1]}")
-    note_if_prepared_again(folder, meta, checkpoint)
+    folder, meta = data_of(checkpoint, c.out_dir)
     rows = TokenRows(folder / "val.bin", meta,
                      c.block_size or checkpoint["config"]["block_size"], None)
     return model, *rows.batch(0, min(c.rows, rows.n_rows), device)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from configurator import UserError
+from text.tokenizer import other_ids
 
 SPLITS = ("train", "val", "test")
+
 
 class TokenRows:
     """Rows of block_size tokens with their targets, each epoch in a random order of its own.
@@ -132,9 +134,19 @@ def note_if_longer(setting: str, n: int, trained: int):
               "beyond it were never trained")
 
 
-def note_if_prepared_again(folder: Path, now: dict, checkpoint: dict):
-    """Say so where a model is scored on a data set that has changed since, or in, its training."""
-    said = prepared_again(now, checkpoint["meta"])
-    if said or checkpoint.get("prepared_again"):
+def data_of(checkpoint: dict, out_dir: str, dataset: str | None = None) -> tuple[Path, dict]:
+    """`load_meta` of the data set to score a checkpoint on: that of its training, or another.
+
+    Says so where it has changed since, or in, the training. Raises UserError if its ids are not
+    the checkpoint's.
+    """
+    trained = checkpoint["config"]["dataset"]
+    folder, meta = load_meta(dataset or trained)
+    if said := other_ids(meta, checkpoint["meta"]):
+        raise UserError(f"{folder} has {said[0]}, {out_dir} was trained with {said[1]}: figures of "
+                        "other tokens mean nothing")
+    said = prepared_again(meta, checkpoint["meta"])
+    if dataset in (None, trained) and (said or checkpoint.get("prepared_again")):
         when = f"since the training: {said}" if said else "between parts of the training"
         print(f"note: {folder} was prepared again {when}; what is scored may have been trained on")
+    return folder, meta
