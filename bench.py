@@ -39,16 +39,13 @@ from kernels import Fast, accelerate
 from measure.convergence import prefill_command, random_model
 from measure.flops import MODES, count_flops, flops_if_known, flops_per_token, peak_flops
 from measure.timing import (
+    amount,
     check,
     empty,
     environment,
-    gib,
-    giga,
     machine,
     measure,
-    percent,
     synchronise,
-    whole_number,
     write_json,
 )
 from model import Decoder, ModelConfig
@@ -207,9 +204,11 @@ def train_command(argv: list[str]):
         update = r["optimizer"]["median_seconds"]
         r["optimizer_share"] = update / (update + seconds)
         print(f"{name:10s} {r['passes']:>6s} {1e3 * seconds:9.2f} {speed:10,.0f} "
-              f"{r['ratio']:6.2f} {percent(r['mfu'])} {gib(r['peak_bytes'])} {1e3 * update:13.2f} "
-              f"{percent(r['optimizer_share'])} {1e3 * r['loss']['median_seconds']:8.2f} "
-              f"{gib(r['loss_peak_bytes'])} {r['first_seconds']:8.1f}  {r['runs']}", flush=True)
+              f"{r['ratio']:6.2f} {amount(r['mfu'], '6.1%')} "
+              f"{amount(r['peak_bytes'], '6.2f', 2**30)} {1e3 * update:13.2f} "
+              f"{r['optimizer_share']:6.1%} {1e3 * r['loss']['median_seconds']:8.2f} "
+              f"{amount(r['loss_peak_bytes'], '6.2f', 2**30)} {r['first_seconds']:8.1f}  "
+              f"{r['runs']}", flush=True)
     for name, r in results.items():
         if r["kernels"]:
             where, what = ("GPU", "kernels") if device.startswith("cuda") else ("CPU", "operations")
@@ -341,14 +340,17 @@ def decode_command(argv: list[str]):
     check_choice(c)
     models, device = c.models(), pick_device(c.device)
     dtype = pick_dtype(c.dtype, device)
-    batch_sizes = [whole_number("batch_sizes", part) for part in c.batch_sizes.split(",")]
+    batch_sizes = c.batch_sizes.split(",")
+    for text in batch_sizes:
+        if not text.isdecimal() or int(text) < 1:
+            raise UserError(f"batch_sizes: {text!r} is no number of at least 1")
     print(f"{machine(device)}\ncontext {c.context}, L={c.n_layer}, D={c.n_embd}, vocabulary "
           f"{c.vocab_size:,}, temperature {c.temperature}, top_k {c.top_k}; GB/s: keys and values "
           "that attention reads, over the whole time\n")
     print(f"{'':10s} {'batch':>5s} {'us/step':>9s} {'tokens/s':>9s} {'x':>6s} {'GB/s':>7s} "
           f"{'cache MiB':>9s} {'first s':>8s}")
     results = []
-    for B in batch_sizes:
+    for B in map(int, batch_sizes):
         for name, config in models.items():
             r = {"system": name, "batch_size": B} | time_decoding(config, c, B, device, dtype)
             results.append(r)
@@ -356,7 +358,7 @@ def decode_command(argv: list[str]):
             r["ratio"] = r["seconds_per_step"] / first["seconds_per_step"]
             print(f"{name:10s} {B:5d} {1e6 * r['seconds_per_step']:9.1f} "
                   f"{r['tokens_per_second']:9,.0f} {r['ratio']:6.3f} "
-                  f"{giga(r['bytes_per_second'], 7, 1)} {r['cache_bytes'] / 2**20:9.1f} "
+                  f"{amount(r['bytes_per_second'], '7.1f', 1e9)} {r['cache_bytes'] / 2**20:9.1f} "
                   f"{r['first_seconds']:8.1f}  {r['runs']}", flush=True)
     write_json(c.json, {"command": "decode", "settings": asdict(c), **environment(device, dtype),
                         "results": results})

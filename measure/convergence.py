@@ -26,10 +26,10 @@ from kernels.graphs import record, steps_of
 from measure.flops import flops_if_known, store_flops
 from measure.schedules import Losses, Schedule, first_within, until_within
 from measure.timing import (
+    amount,
     check,
     empty,
     environment,
-    giga,
     machine,
     measure,
     synchronise,
@@ -272,8 +272,9 @@ def figures(c: PrefillConfig, fast: Fast, idx: Tensor, s: Schedule, **more) -> d
 
 def figures_line(r: dict) -> str:
     """These as a row below FIGURES."""
-    return (f"{giga(r['flops_per_token'], 11, 3)} {1e3 * r['seconds_per_sequence']:11.3f} "
-            f"{r['tokens_per_second']:10,.0f} {r['first_seconds']:8.1f} {r['ratio']:6.2f}")
+    return (f"{amount(r['flops_per_token'], '11.3f', 1e9)} "
+            f"{1e3 * r['seconds_per_sequence']:11.3f} {r['tokens_per_second']:10,.0f} "
+            f"{r['first_seconds']:8.1f} {r['ratio']:6.2f}")
 
 
 def schedule_line(r: dict, exact: float, limit: int) -> str:

@@ -96,22 +96,9 @@ def check(c, *at_least_one: str):
             raise UserError(f"json={c.json}: this is a folder, a file is needed")
 
 
-def whole_number(setting: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"{setting}: {text!r} is no number of at least 1")
-    return int(text)
-
-
-def percent(x: float | None) -> str:
-    return f"{'n/a':>6s}" if x is None else f"{100 * x:5.1f}%"
-
-
-def giga(x: float | None, width: int, digits: int) -> str:
-    return f"{'n/a':>{width}s}" if x is None else f"{x / 1e9:{width}.{digits}f}"
-
-
-def gib(x: int | None) -> str:
-    return f"{'n/a':>6s}" if x is None else f"{x / 2**30:6.2f}"
+def amount(x: float | None, form: str, unit: float = 1) -> str:
+    """x in units by a format such as 6.2f; n/a, as wide, where it is not known."""
+    return f"{'n/a':>{form.partition('.')[0]}s}" if x is None else f"{x / unit:{form}}"
 
 
 def write_json(path: str | None, results: dict):
