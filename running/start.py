@@ -5,7 +5,8 @@ Where a run begins: from nothing, from a checkpoint's weights, or where an earli
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, fields
+from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -28,6 +29,12 @@ def starting_point(c: TrainConfig) -> tuple[dict | None, bool]:
     return (load_checkpoint(path), False) if path else (None, False)
 
 
+def differing(names: Iterable[str], mine, theirs) -> list[str]:
+    """What two settings say under names where they differ."""
+    return [f"{name}={getattr(mine, name)} (there: {getattr(theirs, name)})" for name in names
+            if getattr(mine, name) != getattr(theirs, name)]
+
+
 def model_config(c: TrainConfig, meta: dict, weights: dict | None = None,
                  path: str | Path = "") -> ModelConfig:
     """Sizes from the settings; the vocabulary, from the data set, is padded to a multiple of 64.
@@ -39,17 +46,15 @@ def model_config(c: TrainConfig, meta: dict, weights: dict | None = None,
     given = {name: getattr(c, name) for name in names}
     if weights is not None:
         theirs = ModelConfig(**weights["model_config"])
-        own = {name: getattr(theirs, name) for name in names}
-        wrong = [f"{name}={given[name]} (there: {own[name]})" for name in sorted(names)
-                 if name not in SCHEDULE and given[name] != own[name]
-                 and (name in c.given or given[name] != getattr(TrainConfig, name))]
-        if wrong:
+        chosen = [name for name in sorted(names.difference(SCHEDULE))
+                  if name in c.given or given[name] != getattr(TrainConfig, name)]
+        if wrong := differing(chosen, c, theirs):
             raise UserError(f"{path} has another model: {', '.join(wrong)}")
-        given |= {name: own[name] for name in names
+        given |= {name: value for name, value in vars(theirs).items()
                   if name not in SCHEDULE or given[name] is None}
+    given |= {"vocab_size": -(-meta["vocab_size"] // 64) * 64, "eos_id": meta["eos_id"]}
     try:
-        return ModelConfig(vocab_size=-(-meta["vocab_size"] // 64) * 64, eos_id=meta["eos_id"],
-                           **given)
+        return ModelConfig(**given)
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -95,11 +100,6 @@ def restore(trainer, state: dict):
     """Continue the run of a checkpoint, by the settings of this one; says so where these mean
     other rows, passes or another rate. Raises UserError if it has another model."""
     t = trainer
-    mine, theirs = (asdict(c) for c in (t.model_config, ModelConfig(**state["model_config"])))
-    other = {k: f"{k}={mine[k]} (there: {theirs[k]})" for k in mine if mine[k] != theirs[k]}
-    wrong = [said for name, said in other.items() if name not in SCHEDULE]
-    if wrong:
-        raise UserError(f"{t.path} has another model: {', '.join(wrong)}")
     load_weights(t.model, state, t.path)
     if not state.get("optimizers"):
         raise UserError(f"{t.path} has weights, but no state of the optimizers: "
@@ -128,12 +128,10 @@ def restore(trainer, state: dict):
                               "starts anew, and best.pt will be kept as best-previous.pt")
     for names, so in ((("dataset", "seed", "block_size"), ", and so on other rows"),
                       (("batch_size", "gradient_accumulation_steps"), "")):
-        changed = [f"{name}={getattr(t.c, name)} (there: {getattr(before, name)})"
-                   for name in names if getattr(t.c, name) != getattr(before, name)]
-        if changed:
+        if changed := differing(names, t.c, before):
             t.processes.print(f"note: goes on with {', '.join(changed)}{so}")
-    if other:
-        t.processes.print(f"note: goes on with {', '.join(other.values())}; the weights fit")
+    if other := differing(SCHEDULE, t.model_config, ModelConfig(**state["model_config"])):
+        t.processes.print(f"note: goes on with {', '.join(other)}; the weights fit")
     now = learning_rate(t.step, t.c)
     if not 0.8 * then <= now <= 1.25 * then and t.step < t.c.max_iters:
         t.processes.print(f"note: goes on at a learning rate of {now:.2e}, where the earlier "
