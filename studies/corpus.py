@@ -19,6 +19,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 # before torch, which reads what it tells OpenMP
@@ -32,7 +33,7 @@ from pictures import plot, save
 from running.settings import TrainConfig
 from running.start import model_config
 from studies.jobs import Job, StudyConfig, read_records, study
-from text.rows import SPLITS, load_meta, open_tokens
+from text.rows import SPLITS, load_meta, open_tokens, prepared_again
 
 SEEDS = 1337, 1338, 1339
 RATE = 2e-3  # of config/short.py
@@ -79,12 +80,11 @@ def trained(out: Path, argv: list[str]) -> dict:
         if k not in NO_MATTER and value != getattr(wanted, k, value):
             raise UserError(f"{out} was trained with {k}={value}, and the settings say "
                             f"{getattr(wanted, k)}; --folder= names another place for new runs")
-    digests = [{k: v for k, v in meta.items() if k.endswith("_digest")}
-               for meta in (state["meta"], load_meta(wanted.dataset)[1])]
-    if digests[0] != digests[1]:
-        raise UserError(f"dataset={wanted.dataset} was prepared again since {out} was trained; "
-                        "--folder= names another place for new runs")
-    test = {k: v for k, v in digests[0].items() if k == "test_digest"}
+    meta = state["meta"]
+    if said := prepared_again(load_meta(wanted.dataset)[1], meta):
+        raise UserError(f"dataset={wanted.dataset} was prepared again since {out} was trained: "
+                        f"{said}; --folder= names another place for new runs")
+    test = {"test_digest": meta["test_digest"]} if "test_digest" in meta else {}
     return {"seed": wanted.seed, "learning_rate": wanted.learning_rate, **test}
 
 
@@ -139,13 +139,10 @@ def schedules(c: CorpusConfig) -> Iterator[Job]:
     """The grid of the paper's section on schedules, k = 8, with its three figures on the first
     rows."""
     check_dataset(c)
-    for n_nograd in NO_GRAD:
-        for n_grad in GRAD:
-            for g in GROUPS:
-                yield job(c, f"g{g}-{n_nograd}+{n_grad}", "wm16_k8",
-                          {"n_groups": g, "n_nograd": n_nograd, "n_grad": n_grad,
-                           "max_iters": 2000},
-                          ("--solver=paper", f"--limit_rows={JACOBI_ROWS}"))
+    for n_nograd, n_grad, g in product(NO_GRAD, GRAD, GROUPS):
+        yield job(c, f"g{g}-{n_nograd}+{n_grad}", "wm16_k8",
+                  {"n_groups": g, "n_nograd": n_nograd, "n_grad": n_grad, "max_iters": 2000},
+                  ("--solver=paper", f"--limit_rows={JACOBI_ROWS}"))
 
 
 def systems_command(argv: list[str]):

@@ -125,6 +125,8 @@ class TrackingConfig:
             raise UserError(f"group={self.group}: choose one of {', '.join(GROUPS)}")
         if self.start not in ("own", "last"):
             raise UserError(f"start={self.start}: choose own or last")
+        if self.start == "last" and self.kv != "whitematter":
+            raise UserError(f"start=last: kv={self.kv} has no channels with a choice")
         names = ("kv", "lckv_w", "n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "n_hidden")
         g, n_nograd, n_grad = passes(self)
         channels = self.n_channels if self.kv == "whitematter" else self.n_layer
@@ -149,8 +151,11 @@ def make_model(c: TrackingConfig, device: str) -> Decoder:
     config = c.model()
     torch.manual_seed(c.seed)
     model = build(config).to(device)
-    if c.start == "last":
-        begin_at_last(model)
+    if c.start == "last":  # every channel as that of k = 1: with the last source
+        with torch.no_grad():
+            for branch in (model.kv_pool.key, model.kv_pool.value):
+                branch.bias.zero_()
+                branch.bias[:, -1] = 0.25
     return model
 
 
@@ -186,16 +191,6 @@ def train(c: TrackingConfig, device: str, dtype: torch.dtype) -> tuple[Decoder, 
     if not torch.stack(torch._foreach_norm(list(model.parameters()))).isfinite().all():
         raise UserError(f"step {c.max_iters}: the weights are not finite; lower learning_rate")
     return model, fast, losses
-
-
-@torch.no_grad()
-def begin_at_last(model: Decoder):
-    """Every channel starts as that of k = 1 does: with the last source."""
-    if model.config.kv != "whitematter":
-        raise UserError(f"start=last: kv={model.config.kv} has no channels with a choice")
-    for branch in (model.kv_pool.key, model.kv_pool.value):
-        branch.bias.zero_()
-        branch.bias[:, -1] = 0.25
 
 
 # ---- scores
