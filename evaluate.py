@@ -59,18 +59,17 @@ class Windows:
 
     The last window may hold fewer; it is filled up with token 0 and target -1, which does not
     count. Raises UserError for a file that is missing, damaged, too short or of a larger
-    vocabulary than vocab_size.
+    vocabulary than the tokenizer's own (the model's is padded).
     """
 
-    def __init__(self, path: Path, meta: dict, block_size: int, vocab_size: int,
-                 limit_rows: int | None = None):
+    def __init__(self, path: Path, meta: dict, block_size: int, limit_rows: int | None = None):
         self.tokens = open_tokens(path, meta)[:limit_rows and limit_rows * block_size + 1]
         if len(self.tokens) < 2:
             raise UserError(f"{path}: 1 token, but a target needs one before it")
         largest = int(self.tokens.max())
-        if largest >= vocab_size:
+        if largest >= meta["vocab_size"]:
             raise UserError(f"{path}: it holds id {largest}, the model has a vocabulary of "
-                            f"{vocab_size} ids; it was prepared with another tokenizer")
+                            f"{meta['vocab_size']} ids; it was prepared with another tokenizer")
         self.n_targets = len(self.tokens) - 1
         self.block_size = min(block_size, self.n_targets)  # a longer window would be padding
 
@@ -150,17 +149,6 @@ class PerplexityConfig:
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
-def load_windows(c: PerplexityConfig, checkpoint: dict) -> tuple[Path, Windows]:
-    """The file that is scored. Raises UserError if it is not of the checkpoint's tokenizer."""
-    folder, meta = data_of(checkpoint, c.out_dir, c.dataset)
-    path = folder / f"{c.split}.bin"
-    trained = checkpoint["config"]["block_size"]
-    block_size = c.block_size or trained
-    note_if_longer("block_size", block_size, trained)
-    # the tokenizer's own vocabulary: the model's is padded
-    return path, Windows(path, meta, block_size, meta["vocab_size"], c.limit_rows)
-
-
 def perplexity_command(argv: list[str]):
     """Perplexity of a checkpoint."""
     c = parse(PerplexityConfig(), argv, "python evaluate.py perplexity: of a checkpoint, on every "
@@ -178,7 +166,10 @@ def perplexity_command(argv: list[str]):
     if study and (c.exact or c.tol is not None):
         raise UserError("solver=paper has schedules of its own: without exact and tol")
     schedule = None if study else schedule_of(c, model, dtype, "paper")
-    path, windows = load_windows(c, checkpoint)
+    folder, meta = data_of(checkpoint, c.out_dir, c.dataset)
+    path, trained = folder / f"{c.split}.bin", checkpoint["config"]["block_size"]
+    windows = Windows(path, meta, c.block_size or trained, c.limit_rows)
+    note_if_longer("block_size", c.block_size or trained, trained)
     fast = accelerate(model, dtype, graph=c.graph)
     step = checkpoint.get("step")
     print(f"{c.out_dir}: {model.config.kv}, {model.n_params():,} parameters without the "

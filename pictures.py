@@ -538,7 +538,7 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
     T = checkpoint["config"]["block_size"]
     if c.text is None:
         folder, meta = data_of(checkpoint, c.out_dir)
-        windows = Windows(folder / f"{c.split}.bin", meta, T, meta["vocab_size"], c.rows)
+        windows = Windows(folder / f"{c.split}.bin", meta, T, c.rows)
         ids = windows.tokens[:-1].tolist()
     else:
         ids = tokenizer.encode(read_text(c.text, f"text={c.text}"))[:c.rows * T]

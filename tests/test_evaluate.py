@@ -67,7 +67,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("full", (False, True))
 def test_every_token_but_the_first_is_a_target_once(tmp_path, n, T, batch_size, full):
     ids = write_tokens(tmp_path / "test.bin", n)
-    windows = Windows(tmp_path / "test.bin", META, T, 320)
+    windows = Windows(tmp_path / "test.bin", META, T)
     read, targets = [], []
     for x, y in windows.batches(batch_size, "cpu", full):
         assert x.shape == y.shape and x.size(1) == min(T, n - 1) and x.dtype == torch.long
@@ -100,7 +100,7 @@ SCHEDULES = (
 def test_perplexity_by_hand_and_for_any_batch_size(tmp_path, schedule, solver):
     model = small_model(**BYTES)
     ids = write_tokens(tmp_path / "test.bin", 60)
-    windows = Windows(tmp_path / "test.bin", META, 8, 320)  # 7 of 8 and one of 3
+    windows = Windows(tmp_path / "test.bin", META, 8)  # 7 of 8 and one of 3
     expected = by_hand(model, ids, 8, solver)
     for batch_size in (1, 2, 7, 100):
         assert mean_losses(Losses(model, schedule), windows, batch_size) == pytest.approx(
@@ -112,7 +112,7 @@ def test_a_tolerance_gives_the_exact_perplexity(tmp_path):
     model = small_model(**BYTES)
     ids = write_tokens(tmp_path / "test.bin", 60)
     losses = Losses(model, Schedule("cyclic", 1, 2, tol=1e-12))
-    (loss,) = mean_losses(losses, Windows(tmp_path / "test.bin", META, 8, 320), 3)
+    (loss,) = mean_losses(losses, Windows(tmp_path / "test.bin", META, 8), 3)
     assert loss == pytest.approx(by_hand(model, ids, 8, SCHEDULES[-1][1]), rel=1e-10)
     assert losses.converged and 1 < losses.passes <= 8
 
@@ -133,7 +133,7 @@ def test_vanilla_takes_its_one_pass(folder, capsys):
 def test_losses_after_every_pass_are_those_of_separate_solves(tmp_path):
     model = small_model(**BYTES)
     write_tokens(tmp_path / "test.bin", 60)
-    windows = Windows(tmp_path / "test.bin", META, 8, 320)
+    windows = Windows(tmp_path / "test.bin", META, 8)
     for solver, g in (("cyclic", 3), ("cyclic", 20), ("jacobi", 1)):
         every = mean_losses(Losses(model, Schedule(solver, 4, g), every_pass=True), windows, 3)
         for n, loss in enumerate(every, 1):
@@ -215,7 +215,7 @@ def test_first_within_one_per_cent():
 def test_jacobi_passes_go_on_until_they_suffice(monkeypatch, tmp_path):
     """The pilot on a few rows says 3 passes, the whole file needs 9: they are doubled."""
     write_tokens(tmp_path / "test.bin", 900)
-    windows = Windows(tmp_path / "test.bin", META, 32, 320)
+    windows = Windows(tmp_path / "test.bin", META, 32)
     asked = []
 
     def perplexities(c, model, part, schedule):
@@ -239,7 +239,7 @@ def test_jacobi_passes_go_on_until_they_suffice(monkeypatch, tmp_path):
 def test_graph_on_gpu(tmp_path, kv, dtype):
     model = small_model(dtype=torch.float32, kv=kv, n_embd=64, head_dim=32, n_hidden=64, **BYTES)
     write_tokens(tmp_path / "test.bin", 1000)
-    windows = Windows(tmp_path / "test.bin", META, 128, 320)
+    windows = Windows(tmp_path / "test.bin", META, 128)
     schedule = Schedule("training", 3, 4)
     eager, graph = (mean_losses(Losses(fast.model, schedule), windows, 3, fast) for fast in
                     (accelerate(model.cuda(), dtype, graph=g) for g in (False, True)))
