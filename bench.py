@@ -15,8 +15,6 @@ compared, one run measures both.
 Dimensions: B rows, T tokens, L layers, D width, d head size, k channels, g groups.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

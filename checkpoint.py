@@ -5,8 +5,6 @@ A file is written beside its place and renamed, so that there is never half of o
 loaded is looked at first, so that a damaged one, or one of another version, is named.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

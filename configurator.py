@@ -8,8 +8,6 @@ order they stand. `run` turns every end that a user can mend into one line on st
 a `UserError`, no memory, a full disk, no compiler.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

@@ -16,8 +16,6 @@ Downstream tasks are in measure/downstream.py.
 Dimensions: B rows, T tokens, g groups.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import time
@@ -76,7 +74,7 @@ class Windows:
     def __len__(self) -> int:
         return -(-self.n_targets // self.block_size)
 
-    def first(self, rows: int) -> Windows:
+    def first(self, rows: int) -> "Windows":
         """Only so many windows, if there are more."""
         part = copy.copy(self)
         part.tokens = self.tokens[:rows * self.block_size + 1]

@@ -9,8 +9,6 @@ All drawing, through matplotlib (an optional package): `python pictures.py PICTU
 Each writes one file, --output, whose ending (.png, .svg, .pdf) says in which format.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -20,8 +20,6 @@ so that copies stay on the same side; or, as in the paper, test.bin is the last 
 and val.bin the rows before, and what they cut off is dropped.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

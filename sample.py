@@ -15,8 +15,6 @@ Prompt and new tokens together may be more than the block_size of training: noth
 positions simply go on, with a note on stderr, as such positions were never trained.
 """
 
-from __future__ import annotations
-
 import codecs
 import sys
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ convergence and runtime").
 Dimensions: B rows, T tokens, L layers, D width, k channels, g groups.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import time

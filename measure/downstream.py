@@ -5,8 +5,6 @@ The paper's downstream tasks, by the lm-evaluation-harness (pip install lm_eval)
 Dimensions: B rows, T tokens.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -6,8 +6,6 @@ A multiplication and an addition are two; matrix products and attention count, n
 Dimensions: T tokens, L layers, D width, H query heads, d head size, k channels, g groups.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

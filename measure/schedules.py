@@ -4,8 +4,6 @@ How the states of a batch are found when a model is scored, and its loss after e
 Dimensions: B rows, T tokens, g groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -81,7 +79,7 @@ class PassLosses:
         self.model, self.targets, self.n_groups = model, targets, min(n_groups, targets.size(1))
         self.states, self.parts, self.columns, self.losses = model.states, [], [], []
 
-    def __enter__(self) -> PassLosses:
+    def __enter__(self) -> "PassLosses":
         self.model.states = self
         return self
 

@@ -2,8 +2,6 @@
 Time and memory of the commands of bench.py: measured, described, written to a file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

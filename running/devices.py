@@ -2,8 +2,6 @@
 Devices and number types by name.
 """
 
-from __future__ import annotations
-
 import torch
 
 from configurator import UserError

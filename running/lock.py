@@ -2,8 +2,6 @@
 A folder that one run at a time writes to.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

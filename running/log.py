@@ -2,8 +2,6 @@
 log.csv, a row per step; the progress lines; Weights & Biases.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import os

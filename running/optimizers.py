@@ -2,8 +2,6 @@
 Who trains what: Muon and AdamW, the one gradient buffer that they read, and the learning rate.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

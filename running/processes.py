@@ -2,8 +2,6 @@
 The processes of a run, which torchrun starts, and what they agree on.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -2,8 +2,6 @@
 The settings of train.py, and the learning rate, without torch, whose import takes seconds.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass

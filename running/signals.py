@@ -2,8 +2,6 @@
 Signals: a request to stop after the step at hand, whoever sends it, and what repeats mean.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -2,8 +2,6 @@
 Where a run begins: from nothing, from a checkpoint's weights, or where an earlier start stopped.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import fields

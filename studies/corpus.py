@@ -12,8 +12,6 @@ file is not made again, and one that was stopped goes on: the same command may b
 it has nothing left to do.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import statistics

@@ -2,8 +2,6 @@
 Many runs, a few at a time, with the results of all in one JSON file that can be added to.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -16,8 +16,6 @@ A model has seen rows of --block_size tokens; it is scored token by token, which
 bfloat16 where it computes in that), on longer ones, and by the schedule that it was trained with.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

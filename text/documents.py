@@ -5,8 +5,6 @@ A source yields documents, and a document yields its text in strings, so that ne
 a document need fit into memory.
 """
 
-from __future__ import annotations
-
 import ast
 import codecs
 import contextlib

@@ -9,8 +9,6 @@ Text to token ids and back, through tiktoken, and tokenizers for a tokenizer.jso
                           GPT-2's encoder.json and vocab.bpe
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import contextlib
