@@ -12,7 +12,6 @@ file is not made again, and one that was stopped goes on: the same command may b
 it has nothing left to do.
 """
 
-import csv
 import json
 import statistics
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from configurator import UserError, key, parse, run, run_command
 from baselines import plan
 from checkpoint import load_checkpoint
 from measure.flops import flops_per_token
-from pictures import plot, save
+from pictures import plot, read_log, save
 from running.settings import TrainConfig
 from running.start import model_config
 from studies.jobs import Job, StudyConfig, read_records, study
@@ -88,13 +87,12 @@ def trained(out: Path, argv: list[str]) -> dict:
 
 def outcome(out: Path) -> dict:
     """What a run has left in its folder."""
-    with open(out / "log.csv", encoding="utf-8") as f:
-        validation = [[int(r["step"]), float(r["val_loss"])] for r in csv.DictReader(f)
-                      if r.get("val_loss")]
+    _, validation = read_log(out / "log.csv")
     score = json.loads((out / "score.json").read_text(encoding="utf-8"))
     kept = ("step", "targets", "loss", "perplexity", "training_schedule", "decoding", "jacobi",
             "device", "dtype", "torch", "commit")
-    return {"validation": validation, **{k: score[k] for k in kept if k in score}}
+    return {"validation": [[step, loss] for step, loss in validation.items()],
+            **{k: score[k] for k in kept if k in score}}
 
 
 def check_dataset(c: CorpusConfig):
