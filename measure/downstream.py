@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint import load_model
-from configurator import UserError, at_least, key, parse
+from configurator import UserError, at_least, key, package, parse
 from decoding import SOLVERS, generate
 from kernels import accelerate
 from measure.schedules import Schedule, schedule_of
@@ -174,13 +174,10 @@ METRICS = {"word_perplexity": "ppl", "perplexity": "ppl", "acc_norm": "acc norm"
 
 def import_harness():
     """The package lm_eval. Raises UserError where it is not installed."""
-    try:
-        import lm_eval.api.model
-        import lm_eval.tasks
-    except ImportError:
-        raise UserError("downstream tasks need the lm-evaluation-harness: pip install lm_eval "
-                        "datasets") from None
-    return lm_eval
+    lacking = "downstream tasks need the lm-evaluation-harness: pip install lm_eval datasets"
+    package("lm_eval.api.model", lacking)
+    package("lm_eval.tasks", lacking)
+    return package("lm_eval", lacking)
 
 
 def harness_model(scorer: Scorer):
