@@ -40,11 +40,11 @@ from measure.timing import (
     amount,
     check,
     empty,
-    environment,
     machine,
     measure,
     synchronise,
     write_json,
+    write_results,
 )
 from model import Decoder, ModelConfig
 from running.devices import pick_device, pick_dtype
@@ -213,8 +213,7 @@ def train_command(argv: list[str]):
             print(f"\n{name}: {where} time of a micro-step, ms, and number of {what}")
             for kind, (ms, count) in r["kernels"].items():
                 print(f"  {kind:24s} {ms:9.2f} {count:7,d}")
-    write_json(c.json, {"command": "train", "settings": asdict(c), "peak_flops": peak,
-                        **environment(device, dtype), "systems": results})
+    write_results(c, "train", device, dtype, peak_flops=peak, systems=results)
 
 
 def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
@@ -358,8 +357,7 @@ def decode_command(argv: list[str]):
                   f"{r['tokens_per_second']:9,.0f} {r['ratio']:6.3f} "
                   f"{amount(r['bytes_per_second'], '7.1f', 1e9)} {r['cache_bytes'] / 2**20:9.1f} "
                   f"{r['first_seconds']:8.1f}  {r['runs']}", flush=True)
-    write_json(c.json, {"command": "decode", "settings": asdict(c), **environment(device, dtype),
-                        "results": results})
+    write_results(c, "decode", device, dtype, results=results)
 
 
 def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
@@ -458,9 +456,8 @@ def systems_command(argv: list[str]):
         print(f"{name:12s} {r['params']:10,d} {r['cache']:6.3g} {r['passes']:>6s} "
               f"{r['seconds']:7.1f} {r['val_loss']:7.4f}", flush=True)
         if c.json != "-" or len(results) == len(systems):  # at once, as the next may be stopped
-            write_json(c.json, {
-                "command": "systems", "settings": asdict(c), "tokens_per_step": tokens,
-                **environment(trainer.device, trainer.dtype), "systems": results})
+            write_results(c, "systems", trainer.device, trainer.dtype, tokens_per_step=tokens,
+                          systems=results)
 
 
 COMMANDS = {"flops": flops_command, "train": train_command, "decode": decode_command,

@@ -43,7 +43,7 @@ from measure.schedules import (
     schedule_of,
     until_within,
 )
-from measure.timing import check, environment, machine, write_json
+from measure.timing import check, machine, write_results
 from running.devices import pick_device, pick_dtype
 from text.rows import SPLITS, data_of, note_if_longer, open_tokens, to_device
 
@@ -177,11 +177,9 @@ def perplexity_command(argv: list[str]):
     results = paper_study(c, fast, windows) if study else one_score(c, fast, windows, schedule)
     seconds = time.perf_counter() - began
     print(f"{seconds:.1f} s" + ("" if study else f", {windows.n_targets / seconds:,.0f} tokens/s"))
-    write_json(c.json, {
-        "command": "perplexity", "settings": asdict(c), **environment(device, dtype),
-        "model": asdict(model.config), "step": step, "file": str(path),
-        "block_size": windows.block_size, "windows": len(windows), "targets": windows.n_targets,
-        "seconds": seconds, **results})
+    write_results(c, "perplexity", device, dtype, model=asdict(model.config), step=step,
+                  file=str(path), block_size=windows.block_size, windows=len(windows),
+                  targets=windows.n_targets, seconds=seconds, **results)
 
 
 def one_score(c: PerplexityConfig, fast: Fast, windows: Windows, schedule: Schedule) -> dict:

@@ -27,11 +27,10 @@ from measure.timing import (
     amount,
     check,
     empty,
-    environment,
     machine,
     measure,
     synchronise,
-    write_json,
+    write_results,
 )
 from model import Decoder, ModelConfig
 from running.devices import pick_device, pick_dtype
@@ -180,15 +179,12 @@ def prefill_command(argv: list[str]):
           f"D={model.config.n_embd}, {model.n_channels} cached channels, T={T}; {what}\n"
           f"times: {machine(device)}, batch {c.batch_size}, {fast}\n")
     batch = x[torch.arange(c.batch_size, device=device) % len(x)]
-    results = {"command": "prefill", "settings": asdict(c), "runs": str(fast),
-               **environment(device, dtype),
-               "model": asdict(model.config), "block_size": T, "rows": len(x),
-               "batch_size": len(batch)}
     if given:
-        results["schedules"] = time_schedules(c, given, fast, batch)
+        results = {"schedules": time_schedules(c, given, fast, batch)}
     else:
-        results |= study(c, accelerate(model, counted, c.compile).model, x, y, fast, batch)
-    write_json(c.json, results)
+        results = study(c, accelerate(model, counted, c.compile).model, x, y, fast, batch)
+    write_results(c, "prefill", device, dtype, runs=str(fast), model=asdict(model.config),
+                  block_size=T, rows=len(x), batch_size=len(batch), **results)
 
 
 def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, fast: Fast,
@@ -249,9 +245,8 @@ def time_systems(c: PrefillConfig, device: str, dtype: torch.dtype):
         first = next(iter(results.values()))
         r["ratio"] = r["seconds_per_sequence"] / first["seconds_per_sequence"]
         print(f"{name:12s} {r['schedule'] + passes:>15s} {figures_line(r)}", flush=True)
-    write_json(c.json, {"command": "prefill", "settings": asdict(c), "block_size": T,
-                        **environment(device, dtype), "batch_size": c.batch_size,
-                        "systems": results})
+    write_results(c, "prefill", device, dtype, block_size=T, batch_size=c.batch_size,
+                  systems=results)
 
 
 FIGURES = "GFLOP/token ms/sequence   tokens/s  first s      x"

@@ -20,7 +20,7 @@ from configurator import UserError, at_least, key, package, parse
 from decoding import SOLVERS, generate
 from kernels import accelerate
 from measure.schedules import Schedule, schedule_of
-from measure.timing import check, environment, machine, write_json
+from measure.timing import check, machine, write_results
 from model import Decoder, upcast
 from running.devices import pick_device, pick_dtype
 from text.rows import note_if_longer
@@ -296,7 +296,6 @@ def downstream_command(argv: list[str]):
     seconds = time.perf_counter() - began
     print(table(str(c.out_dir), results))
     print(f"{seconds:.1f} s")
-    write_json(c.json, {
-        "command": "downstream", "settings": asdict(c), **environment(device, dtype),
-        "model": asdict(model.config), "step": checkpoint.get("step"),
-        "context": context, "schedule": asdict(schedule), "seconds": seconds, "results": results})
+    write_results(c, "downstream", device, dtype, model=asdict(model.config),
+                  step=checkpoint.get("step"), context=context, schedule=asdict(schedule),
+                  seconds=seconds, results=results)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -97,6 +98,12 @@ def check(c, *at_least_one: str):
 def amount(x: float | None, form: str, unit: float = 1) -> str:
     """x in units by a format such as 6.2f; n/a, as wide, where it is not known."""
     return f"{'n/a':>{form.partition('.')[0]}s}" if x is None else f"{x / unit:{form}}"
+
+
+def write_results(c, command: str, device: str, dtype: torch.dtype, **results):
+    """The results of a command with its settings c, and what times depend on, to c.json."""
+    write_json(c.json, {"command": command, "settings": asdict(c), **environment(device, dtype),
+                        **results})
 
 
 def write_json(path: str | None, results: dict):
