@@ -34,7 +34,7 @@ import train
 from baselines import build, named, named_configs, plan
 from decoding import Choice, check_choice, draws
 from kernels import Fast, accelerate
-from measure.convergence import prefill_command, random_model
+from measure.convergence import PrefillConfig, prefill_command, random_model
 from measure.flops import MODES, count_flops, flops_if_known, flops_per_token, peak_flops
 from measure.timing import (
     amount,
@@ -81,9 +81,8 @@ class FlopsConfig:
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
-def flops_command(argv: list[str]):
-    """Count the FLOP per token of all systems."""
-    c = parse(FlopsConfig(), argv, "python bench.py flops: FLOP per token, without the head")
+def flops_command(c: FlopsConfig):
+    """FLOP per token of all systems, without the head."""
     check(c, "block_size")
     rows = PAPER | {name: (sizes, (None,) * len(MODES)) for name, sizes in OTHERS.items()}
     print(f"GFLOP per token without the head, T={c.block_size}; x: over vanilla L=16\n")
@@ -174,10 +173,9 @@ class TrainBenchConfig(SystemsConfig):
     profile: bool = key(False, "time of a micro-step by kind of kernel")
 
 
-def train_command(argv: list[str]):
-    """Time and memory of training."""
-    c = parse(TrainBenchConfig(), argv, "python bench.py train: a micro-step (forward and backward "
-              "as train.py runs it),\nthe optimizer step and the loss on its own")
+def train_command(c: TrainBenchConfig):
+    """Time and memory of a micro-step (forward and backward as train.py runs it), of the optimizer
+    step, and of the loss on its own."""
     check(c, "batch_size", "block_size", "n_groups", "trials", "warmups")
     if c.document < 0:
         raise UserError(f"document={c.document}: a length, or 0 for rows of one document")
@@ -329,10 +327,9 @@ class DecodeConfig(SystemsConfig):
 
 
 @torch.no_grad()
-def decode_command(argv: list[str]):
-    """Time of a token."""
-    c = parse(DecodeConfig(), argv, "python bench.py decode: time of a token as sample.py decodes "
-              "it,\nwith the choice of the token and its way to the host")
+def decode_command(c: DecodeConfig):
+    """Time of a token as sample.py decodes it, with the choice of the token and its way to the
+    host."""
     check(c, "context", "steps", "trials", "warmups")
     check_choice(c)
     models, device = c.models(), pick_device(c.device)
@@ -416,10 +413,8 @@ class ComparisonConfig:
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
-def systems_command(argv: list[str]):
-    """Train small versions of all systems on the same tokens."""
-    c = parse(ComparisonConfig(), argv, "python bench.py systems: small versions of all systems, "
-              "trained by train.py on the same tokens")
+def systems_command(c: ComparisonConfig):
+    """Small versions of all systems, trained by train.py on the same tokens."""
     check(c, "max_iters")
     results, same = {}, replace(
         parse(train.TrainConfig(), [c.config], ""), max_iters=c.max_iters, init_from="scratch",
@@ -460,12 +455,13 @@ def systems_command(argv: list[str]):
                           systems=results)
 
 
-COMMANDS = {"flops": flops_command, "train": train_command, "decode": decode_command,
-            "prefill": prefill_command, "systems": systems_command}
+COMMANDS = {flops_command: FlopsConfig(), train_command: TrainBenchConfig(),
+            decode_command: DecodeConfig(), prefill_command: PrefillConfig(),
+            systems_command: ComparisonConfig()}
 
 
 def main(argv: list[str]):
-    run_command(COMMANDS, argv, __doc__)
+    run_command("python bench.py", COMMANDS, argv, __doc__)
 
 
 if __name__ == "__main__":

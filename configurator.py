@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import errno
 import importlib
+import inspect
 import math
 import os
 import sys
@@ -206,15 +207,20 @@ def with_json(argv: list[str]) -> list[str]:
     return out
 
 
-def run_command(commands: dict, argv: list[str], usage: str):
-    """Call the command that argv begins with, a function of the rest. Raises UserError."""
+def run_command(program: str, commands: dict, argv: list[str], usage: str):
+    """Call the command that argv begins with, one of the functions in {function: defaults of its
+    settings}, with the settings that the rest gives. Its docstring is its help. Raises UserError.
+    """
+    functions = {f.__name__.removesuffix("_command"): f for f in commands}
     if argv and argv[0] in ("-h", "--help"):
-        print(usage.strip() + "\n\ncommands: " + ", ".join(commands))
+        print(usage.strip() + "\n\ncommands: " + ", ".join(functions))
         return
-    if not argv or argv[0] not in commands:
+    if not argv or argv[0] not in functions:
         raise UserError(f"{argv[0] + ': unknown' if argv else 'no'} command; choose one of "
-                        f"{', '.join(commands)}")
-    commands[argv[0]](with_json(argv[1:]))
+                        f"{', '.join(functions)}")
+    function = functions[argv[0]]
+    about = f"{program} {argv[0]}: {inspect.getdoc(function)}"
+    function(parse(commands[function], with_json(argv[1:]), about))
 
 
 def parse(defaults, argv: list[str], usage: str):

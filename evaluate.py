@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # before torch, which reads what it tells OpenMP
-from configurator import UserError, key, parse, run, run_command
+from configurator import UserError, key, run, run_command
 
 # isort: split
 import numpy as np
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from checkpoint import load_model
 from kernels import Fast, accelerate
-from measure.downstream import downstream_command
+from measure.downstream import DownstreamConfig, downstream_command
 from measure.schedules import (
     CLOSE,
     Losses,
@@ -147,10 +147,8 @@ class PerplexityConfig:
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
-def perplexity_command(argv: list[str]):
-    """Perplexity of a checkpoint."""
-    c = parse(PerplexityConfig(), argv, "python evaluate.py perplexity: of a checkpoint, on every "
-              "token of a file but the first")
+def perplexity_command(c: PerplexityConfig):
+    """Perplexity of a checkpoint, on every token of a file but the first."""
     check(c, "block_size", "batch_size", "limit_rows", "passes", "n_groups", "max_passes")
     if c.split not in SPLITS:
         raise UserError(f"split={c.split}: choose one of {', '.join(SPLITS)}")
@@ -247,11 +245,11 @@ def jacobi_passes(c: PerplexityConfig, fast: Fast, windows: Windows, best: float
 
 # ---- the command line
 
-COMMANDS = {"perplexity": perplexity_command, "downstream": downstream_command}
+COMMANDS = {perplexity_command: PerplexityConfig(), downstream_command: DownstreamConfig()}
 
 
 def main(argv: list[str]):
-    run_command(COMMANDS, argv, __doc__)
+    run_command("python evaluate.py", COMMANDS, argv, __doc__)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,12 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 # before torch, which reads what it tells OpenMP
-from configurator import UserError, at_least, key, package, parse, read_text, run, run_command, show
+from configurator import UserError, at_least, key, package, read_text, run, run_command, show
 
 # isort: split
 import numpy as np
@@ -181,6 +180,7 @@ def connections(c: ConnectionsConfig):
     Bold: the sources with weight at the start; thin: others, whose weights the router sets token
     by token, or training. A dot: the layer also reads its own token, which is not in the cache.
     """
+    check_output(c.output)
     at_least(1, c, "n_layer")
     plt, sizes = plot(), ModelConfig(n_layer=c.n_layer, n_channels=c.n_layer)
     panels = []
@@ -342,6 +342,7 @@ def view(parts: list[np.ndarray]) -> tuple[float, float]:
 
 def curves(c: CurvesConfig):
     """Losses of runs, and beside them how they differ from the first (one run: how it ends)."""
+    check_output(c.output)
     runs = read_curves(c)
     plt = plot()
     names = legible(plt, [r.name for r in runs])
@@ -417,6 +418,7 @@ def read_schedules(path: str) -> dict:
 
 def convergence(c: ConvergenceConfig):
     """Passes to within 1 % of the exact perplexity and time, against the number of groups."""
+    check_output(c.output)
     results = read_schedules(c.json)
     plt = plot()
     schedules = results["schedules"]
@@ -570,6 +572,7 @@ def report(x: Connectome, tokenizer: Tokenizer, n_unusual: int):
 
 def connectome(c: ConnectomeConfig):
     """What the routers have learnt: mean and spread of the mixing weights, and as fibres."""
+    check_output(c.output)
     at_least(1, c, "rows", "fibres")
     at_least(0, c, "unusual")
     if c.split not in ("train", "val", "test"):
@@ -668,18 +671,12 @@ def draw_fibres(ax, alpha: Tensor, n_layer: int, n_fibres: int):
 
 # ---- the command line
 
-PICTURES = {connections: ConnectionsConfig(), curves: CurvesConfig(),
+COMMANDS = {connections: ConnectionsConfig(), curves: CurvesConfig(),
             convergence: ConvergenceConfig(), connectome: ConnectomeConfig()}
 
 
 def main(argv: list[str]):
-    run_command({draw.__name__: partial(command, draw) for draw in PICTURES}, argv, __doc__)
-
-
-def command(draw: Callable, argv: list[str]):
-    c = parse(PICTURES[draw], argv, f"python pictures.py {draw.__name__}: {draw.__doc__}")
-    check_output(c.output)
-    draw(c)
+    run_command("python pictures.py", COMMANDS, argv, __doc__)
 
 
 if __name__ == "__main__":

@@ -151,10 +151,9 @@ def short_name(s: Schedule) -> str:
 
 
 @torch.no_grad()
-def prefill_command(argv: list[str]):
-    """Passes and time of Jacobi, cyclic and autoregressive prefill."""
-    c = parse(PrefillConfig(), argv, "python bench.py prefill: passes and time of every schedule "
-              "to within 1 % of the exact perplexity,\nor time of the given schedules")
+def prefill_command(c: PrefillConfig):
+    """Passes and time of every schedule to within 1 % of the exact perplexity, or time of the given
+    schedules."""
     check(c, "n_layer", "block_size", "rows", "batch_size", "max_passes", "trials", "warmups")
     if c.random not in ("tiny", "paper"):
         raise UserError(f"random={c.random}: choose tiny or paper")

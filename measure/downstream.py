@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint import load_model
-from configurator import UserError, at_least, key, package, parse
+from configurator import UserError, at_least, key, package
 from decoding import SOLVERS, generate
 from kernels import accelerate
 from measure.schedules import Schedule, schedule_of
@@ -267,10 +267,8 @@ def table(name: str, results: dict[str, dict]) -> str:
                      for head, row in rows.items())
 
 
-def downstream_command(argv: list[str]):
-    """Downstream tasks of the lm-evaluation-harness."""
-    c = parse(DownstreamConfig(), argv, "python evaluate.py downstream: tasks of the "
-              "lm-evaluation-harness, zero-shot")
+def downstream_command(c: DownstreamConfig):
+    """Tasks of the lm-evaluation-harness, zero-shot."""
     check(c, "limit", "batch_size", "passes", "n_groups")
     at_least(2, c, "context")
     tasks = [t.strip() for t in c.tasks.split(",") if t.strip()]

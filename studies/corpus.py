@@ -141,17 +141,14 @@ def schedules(c: CorpusConfig) -> Iterator[Job]:
                   ("--solver=paper", f"--limit_rows={JACOBI_ROWS}"))
 
 
-def systems_command(argv: list[str]):
-    """Runs of all systems that have no result yet."""
-    study(argv, CorpusConfig(json="out/study.json"), systems,
-          "python -m studies.corpus systems: perplexity of every system", check_splits)
+def systems_command(c: CorpusConfig):
+    """Perplexity of every system: the runs that have no result yet."""
+    study(c, systems, check_splits)
 
 
-def schedules_command(argv: list[str]):
-    """Runs of all schedules that have no result yet."""
-    study(argv, CorpusConfig(json="out/schedules.json"), schedules,
-          "python -m studies.corpus schedules: the grid of the paper's section \"Iteration "
-          "schedules in training\"", check_splits)
+def schedules_command(c: CorpusConfig):
+    """The grid of the paper's section on schedules: the runs that have no result yet."""
+    study(c, schedules, check_splits)
 
 
 # ---- pictures
@@ -237,9 +234,8 @@ def plot_schedules(records: list[dict], output: Path):
     save(fig, str(output))
 
 
-def plot_command(argv: list[str]):
+def plot_command(c: PlotConfig):
     """Perplexity of all systems, and the heat maps of schedules."""
-    c = parse(PlotConfig(), argv, "python -m studies.corpus plot: what the studies found")
     for file, draw, name, needed in (
             (c.systems, plot_systems, "study.png", ("config", "learning_rate", "perplexity")),
             (c.schedules, plot_schedules, "schedules.png", ("n_groups", "training_schedule"))):
@@ -250,7 +246,8 @@ def plot_command(argv: list[str]):
             print(f"{file}: no results yet")
 
 
-COMMANDS = {"systems": systems_command, "schedules": schedules_command, "plot": plot_command}
+COMMANDS = {systems_command: CorpusConfig(json="out/study.json"),
+            schedules_command: CorpusConfig(json="out/schedules.json"), plot_command: PlotConfig()}
 
 if __name__ == "__main__":
-    run(lambda argv: run_command(COMMANDS, argv, __doc__))
+    run(lambda argv: run_command("python -m studies.corpus", COMMANDS, argv, __doc__))

@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, key, parse
+from configurator import UserError, key
 from measure.timing import check, write_whole
 from running.signals import REQUESTS
 
@@ -40,14 +40,13 @@ class StudyConfig:
     json: str = key("out/study.json", "file of results, of one command at a time")
 
 
-def study(argv: list[str], defaults: StudyConfig, make: Callable[..., Iterable[Job]], usage: str,
+def study(c: StudyConfig, make: Callable[..., Iterable[Job]],
           needs: Callable[..., None] = lambda c: None):
-    """Run the jobs that make(settings) names and that have no record yet, and add theirs;
-    needs(settings) raises UserError if what all of them need is not there.
+    """Run the jobs that make(c) names and that have no record yet, and add theirs; needs(c) raises
+    UserError if what all of them need is not there.
 
     A job that fails, or lacks time, leaves none: then the exit status is 1.
     """
-    c = parse(defaults, argv, usage)
     if c.json == "-":
         raise UserError("json=-: a study adds to a file of results")
     if c.minutes is not None and not 0 < c.minutes < math.inf:
@@ -55,7 +54,7 @@ def study(argv: list[str], defaults: StudyConfig, make: Callable[..., Iterable[J
     if not c.list:
         try:
             Path(c.folder).mkdir(parents=True, exist_ok=True)
-            if c.json == defaults.json:
+            if "json" not in c.given:
                 Path(c.json).parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"folder={c.folder}: {error.strerror}") from None

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 # before torch, which reads what it tells OpenMP
-from configurator import UserError, key, parse, run, run_command
+from configurator import UserError, key, run, run_command
 
 # isort: split
 import torch
@@ -213,9 +213,8 @@ def routing(model: Decoder, x: Tensor) -> dict | None:
     return dict(zip(("keys", "values"), alpha.square().mean((1, 2)).sqrt().tolist()))
 
 
-def train_command(argv: list[str]):
+def train_command(c: TrackingConfig):
     """One run: train, score token by token and as trained, write the JSON."""
-    c = parse(TrackingConfig(), argv, "python -m studies.state_tracking train: one run")
     check(c, "block_size", "batch_size", "max_iters", "score_length", "score_rows", "log_interval")
     for name in ("schedule", "then"):
         if getattr(c, name) is not None and passes(c, name)[0] > c.block_size:
@@ -308,10 +307,9 @@ def jobs(c: StudyConfig) -> list[Job]:
     return list(made.values())
 
 
-def all_command(argv: list[str]):
-    """All runs that have no result yet."""
-    study(argv, StudyConfig(folder="out/state_tracking", json="out/state_tracking.json"), jobs,
-          "python -m studies.state_tracking all: every run; what is not ready in time is lost")
+def all_command(c: StudyConfig):
+    """All runs that have no result yet; what is not ready in time is lost."""
+    study(c, jobs)
 
 
 # ---- picture
@@ -322,9 +320,8 @@ class PlotConfig:
     output: str = key("out/state_tracking.png", "file to write; its ending says in which format")
 
 
-def plot_command(argv: list[str]):
+def plot_command(c: PlotConfig):
     """Accuracy by position, and how far states travel."""
-    c = parse(PlotConfig(), argv, "python -m studies.state_tracking plot")
     check_output(c.output)
     records = read_records(c.json, "system", "schedule", "exact", "as_trained", "group", "start",
                            "then", "seed", "learning_rate", "block_size")
@@ -379,7 +376,9 @@ def distance(r: dict) -> int:
     return g * (n_nograd + n_grad)
 
 
-COMMANDS = {"train": train_command, "all": all_command, "plot": plot_command}
+COMMANDS = {train_command: TrackingConfig(),
+            all_command: StudyConfig(folder="out/state_tracking", json="out/state_tracking.json"),
+            plot_command: PlotConfig()}
 
 if __name__ == "__main__":
-    run(lambda argv: run_command(COMMANDS, argv, __doc__))
+    run(lambda argv: run_command("python -m studies.state_tracking", COMMANDS, argv, __doc__))

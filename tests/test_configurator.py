@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -159,13 +160,18 @@ def test_json_to_stdout_is_alone_there(monkeypatch):
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
 
-    def measure(argv):
-        assert argv == ["--json=-", "--seed=1"]
+    @dataclass
+    class Settings:
+        json: str | None = None
+        seed: int = 0
+
+    def measure(c):
+        assert c == Settings("-", 1)
         print("step by step")
         write_json("-", {"a": "日本"})
 
     for dash in ([], ["-"]):
-        run(lambda argv: run_command({"measure": measure}, argv, ""),
+        run(lambda argv: run_command("", {measure: Settings()}, argv, ""),
             ["measure", "--json", *dash, "--seed=1"])
         assert json.loads(out.getvalue()) == {"a": "日本"} and err.getvalue() == "step by step\n"
         for stream in (out, err):

@@ -9,11 +9,15 @@ from runs import ROOT
 
 import evaluate
 from checkpoint import save_checkpoint
-from configurator import UserError, parse
+from configurator import UserError, parse, run_command
 from running.settings import TrainConfig
 from studies import corpus
 
 STUDY = corpus.CorpusConfig()
+
+
+def command(*argv):
+    run_command("", corpus.COMMANDS, [*argv], "")
 
 
 def every_job():
@@ -92,16 +96,16 @@ def test_a_run_of_other_settings_or_of_other_data_is_not_recorded(finished):
 
 def test_a_data_set_without_a_test_set_is_refused_before_any_run(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    for command in (corpus.systems_command, corpus.schedules_command):
+    for name in ("systems", "schedules"):
         with pytest.raises(UserError, match="data/random has no test.bin.*--test_rows"):
-            command(["--dataset=random", f"--folder={folder}/runs"])
-        command(["--dataset=random", "--list"])
+            command(name, "--dataset=random", f"--folder={folder}/runs")
+        command(name, "--dataset=random", "--list")
     assert not list((folder / "runs").iterdir())
 
 
 def test_results_of_another_data_set_are_not_mixed_in():
     with pytest.raises(UserError, match="it has results of dataset=corpus, and takes none of mine"):
-        corpus.systems_command(["--dataset=mine", "--list", f"--json={ROOT}/results/study.json"])
+        command("systems", "--dataset=mine", "--list", f"--json={ROOT}/results/study.json")
 
 
 def test_other_rates_are_no_seeds():
@@ -123,11 +127,11 @@ def test_pictures_are_drawn_from_the_results(tmp_path):
                  jacobi={"passes_to_best": None if g == 1 else 9})
             for g in corpus.GROUPS for n in corpus.NO_GRAD for m in corpus.GRAD]
     (tmp_path / "schedules.json").write_text(json.dumps({"runs": runs}))
-    corpus.plot_command([f"--systems={ROOT}/results/study.json", f"--output={tmp_path}",
-                         f"--schedules={tmp_path}/schedules.json"])
+    command("plot", f"--systems={ROOT}/results/study.json", f"--output={tmp_path}",
+            f"--schedules={tmp_path}/schedules.json")
     assert (tmp_path / "study.png").stat().st_size > 10_000
     (tmp_path / "other.json").write_text(json.dumps({"runs": [dict(
         name="x", config="wm16", learning_rate=1e-3, perplexity=40.0)]}))
-    corpus.plot_command([f"--systems={tmp_path}/other.json", f"--output={tmp_path}/other"])
+    command("plot", f"--systems={tmp_path}/other.json", f"--output={tmp_path}/other")
     assert not (tmp_path / "other").exists()
     assert (tmp_path / "schedules.png").stat().st_size > 10_000

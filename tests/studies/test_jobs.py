@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from configurator import UserError
+from configurator import UserError, parse
 from studies.jobs import Job, StudyConfig, add_record, chosen, read_records, run_jobs, study
 
 
@@ -78,8 +78,8 @@ def test_a_signal_is_passed_on_and_nothing_is_left_running(name, tmp_path):
 
 
 def run_study(tmp_path, *argv, jobs=()):
-    study([f"--folder={tmp_path}/out", f"--json={tmp_path}/all.json", *argv], StudyConfig(),
-          lambda c: jobs, "a study")
+    argv = [f"--folder={tmp_path}/out", f"--json={tmp_path}/all.json", *argv]
+    study(parse(StudyConfig(), argv, "a study"), lambda c: jobs)
 
 
 def test_a_study_runs_what_is_left_and_says_so_if_something_stays(tmp_path, capsys):

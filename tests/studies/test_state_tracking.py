@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from configurator import UserError, parse
+from configurator import UserError, parse, run_command
 from studies import state_tracking as st
 
 SMALL = ["--n_embd=32", "--n_head=2", "--n_kv_head=1", "--head_dim=16", "--n_hidden=32",
@@ -15,8 +15,12 @@ SMALL = ["--n_embd=32", "--n_head=2", "--n_kv_head=1", "--head_dim=16", "--n_hid
          "--log_interval=2", "--device=cpu"]
 
 
+def command(*argv):
+    run_command("", st.COMMANDS, [*argv], "")
+
+
 def run(tmp_path, *argv):
-    st.train_command([*SMALL, *argv, f"--json={tmp_path}/one.json"])
+    command("train", *SMALL, *argv, f"--json={tmp_path}/one.json")
     return json.loads((tmp_path / "one.json").read_text())
 
 
@@ -93,7 +97,7 @@ def test_start_last_is_the_bias_of_one_channel_for_all():
     (["--learning_rate=nan"], "learning_rate=nan"), (["--learning_rate=-1"], "learning_rate=-1")])
 def test_bad_settings_are_named(argv, said):
     with pytest.raises(UserError, match=said):
-        st.train_command([*SMALL, *argv])
+        command("train", *SMALL, *argv)
 
 
 def test_all_runs_have_names_of_their_own_and_settings_that_train_takes():
@@ -117,13 +121,13 @@ def test_the_picture_is_drawn_from_the_results(tmp_path):
             for s, p in (("k1", "8x1+2"), ("k1", "32x0+1"), ("feedback", "4x1+1"),
                          ("vanilla", "1x0+1"))]
     (tmp_path / "all.json").write_text(json.dumps({"runs": runs}))
-    st.plot_command([f"--json={tmp_path}/all.json", f"--output={tmp_path}/picture.png"])
+    command("plot", f"--json={tmp_path}/all.json", f"--output={tmp_path}/picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
     (tmp_path / "first.json").write_text(json.dumps({"runs": runs[-1:]}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        st.plot_command([f"--json={tmp_path}/first.json", f"--output={tmp_path}/first.png"])
+        command("plot", f"--json={tmp_path}/first.json", f"--output={tmp_path}/first.png")
     (tmp_path / "old.json").write_text(json.dumps({"runs": [runs[0] | {"name": "a"}]}).replace(
         '"start": "own", ', ""))
     with pytest.raises(UserError, match="old.json: .*no start"):
-        st.plot_command([f"--json={tmp_path}/old.json", f"--output={tmp_path}/old.png"])
+        command("plot", f"--json={tmp_path}/old.json", f"--output={tmp_path}/old.png")
