@@ -23,15 +23,7 @@ from kernels import Fast, accelerate
 from kernels.graphs import record, steps_of
 from measure.flops import flops_if_known, store_flops
 from measure.schedules import Losses, Schedule, first_within, until_within
-from measure.timing import (
-    amount,
-    check,
-    empty,
-    machine,
-    measure,
-    synchronise,
-    write_results,
-)
+from measure.timing import amount, check, empty, machine, measure, synchronise, write_results
 from model import Decoder, ModelConfig
 from running.devices import pick_device, pick_dtype
 from running.settings import TrainConfig
