@@ -20,7 +20,6 @@ import copy
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -97,18 +96,17 @@ class Windows:
 # ---- losses
 
 @torch.no_grad()
-def mean_losses(losses: Losses, windows: Windows, batch_size: int,
-                fast: Fast | None = None) -> list[float]:
+def mean_losses(losses: Losses, windows: Windows, batch_size: int, fast: Fast) -> list[float]:
     """Nats per token of all targets, after the last pass or after each; they add up on the device.
 
     Where `fast` has them, a batch is a CUDA graph. Not where a tolerance decides when to end, nor
     token by token, which would be hundreds of thousands of kernels.
     """
     device, s = str(losses.model.embed.weight.device), losses.schedule
-    graph = fast is not None and fast.graph and s.tol is None and s.solver != "autoregressive"
+    graph = fast.graph and s.tol is None and s.solver != "autoregressive"
     batch_size = min(batch_size, len(windows))
     function, total = fast.graphed(losses) if graph else losses, 0
-    with fast.autocast() if fast else nullcontext():
+    with fast.autocast():
         for x, y in windows.batches(batch_size, device, full=graph):
             total = total + function(x, y)
     means = [nats / windows.n_targets for nats in total.tolist()]

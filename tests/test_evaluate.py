@@ -88,6 +88,10 @@ def by_hand(model, ids, T, solver):
     return nats / (len(ids) - 1)
 
 
+def means(losses, windows, batch_size):
+    return mean_losses(losses, windows, batch_size, accelerate(losses.model, torch.float64))
+
+
 SCHEDULES = (
     (Schedule("training"), solve),
     (Schedule("cyclic", 2, 3), lambda m, x: cyclic(m, x, 3, 2, 0)),
@@ -103,7 +107,7 @@ def test_perplexity_by_hand_and_for_any_batch_size(tmp_path, schedule, solver):
     windows = Windows(tmp_path / "test.bin", META, 8)  # 7 of 8 and one of 3
     expected = by_hand(model, ids, 8, solver)
     for batch_size in (1, 2, 7, 100):
-        assert mean_losses(Losses(model, schedule), windows, batch_size) == pytest.approx(
+        assert means(Losses(model, schedule), windows, batch_size) == pytest.approx(
             [expected], rel=1e-12)
 
 
@@ -112,7 +116,7 @@ def test_a_tolerance_gives_the_exact_perplexity(tmp_path):
     model = small_model(**BYTES)
     ids = write_tokens(tmp_path / "test.bin", 60)
     losses = Losses(model, Schedule("cyclic", 1, 2, tol=1e-12))
-    (loss,) = mean_losses(losses, Windows(tmp_path / "test.bin", META, 8), 3)
+    (loss,) = means(losses, Windows(tmp_path / "test.bin", META, 8), 3)
     assert loss == pytest.approx(by_hand(model, ids, 8, SCHEDULES[-1][1]), rel=1e-10)
     assert losses.converged and 1 < losses.passes <= 8
 
@@ -135,9 +139,9 @@ def test_losses_after_every_pass_are_those_of_separate_solves(tmp_path):
     write_tokens(tmp_path / "test.bin", 60)
     windows = Windows(tmp_path / "test.bin", META, 8)
     for solver, g in (("cyclic", 3), ("cyclic", 20), ("jacobi", 1)):
-        every = mean_losses(Losses(model, Schedule(solver, 4, g), every_pass=True), windows, 3)
+        every = means(Losses(model, Schedule(solver, 4, g), every_pass=True), windows, 3)
         for n, loss in enumerate(every, 1):
-            (alone,) = mean_losses(Losses(model, Schedule(solver, n, g)), windows, 4)
+            (alone,) = means(Losses(model, Schedule(solver, n, g)), windows, 4)
             assert loss == pytest.approx(alone, rel=1e-12)
 
 
