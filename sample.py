@@ -138,14 +138,6 @@ def read_starts(c: SampleConfig) -> list[str]:
 # ---- the command
 
 
-def check(c: SampleConfig):
-    at_least(1, c, "num_samples", "passes", "n_groups")
-    at_least(0, c, "max_new_tokens", "seed")
-    check_choice(c)
-    if c.solver not in SOLVERS:
-        raise UserError(f"solver={c.solver}: choose one of {', '.join(SOLVERS)}")
-
-
 class Writer:
     """A model and its tokenizer, ready to continue texts with the settings of a command line."""
 
@@ -200,7 +192,11 @@ class Writer:
 def main(argv: list[str]):
     """Continue the prompts that the settings name, or those typed in."""
     c = parse(SampleConfig(), argv, __doc__)
-    check(c)
+    at_least(1, c, "num_samples", "passes", "n_groups")
+    at_least(0, c, "max_new_tokens", "seed")
+    check_choice(c)
+    if c.solver not in SOLVERS:
+        raise UserError(f"solver={c.solver}: choose one of {', '.join(SOLVERS)}")
     starts = read_starts(c)
     writer = Writer(c)
     if c.interactive:
