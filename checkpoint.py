@@ -51,14 +51,10 @@ def save_checkpoint(path: Path, state: dict):
 
 
 def keep_copy(path: Path, copy: Path):
-    """A second name for a checkpoint, which is never written to, only replaced."""
+    """A copy of a checkpoint; no link, as whoever goes back to an older one may write to `path`."""
     try:
         with written_beside(copy) as temporary:
-            temporary.unlink(missing_ok=True)
-            try:
-                os.link(path, temporary)
-            except OSError:  # some file systems have no links
-                shutil.copyfile(path, temporary)
+            shutil.copyfile(path, temporary)
     except OSError as error:
         raise UserError(f"{copy}: cannot be written ({error.strerror})") from error
 

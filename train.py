@@ -48,7 +48,7 @@ from running.processes import Lost, Processes
 from running.start import check_data, model_config, restore, starting_point
 from solvers import solve
 from text.rows import TokenRows, load_meta
-from text.tokenizer import copy_tokenizer
+from text.tokenizer import carried, carry_on
 
 # ---- the two halves of a step, each a CUDA graph where there is one
 
@@ -99,7 +99,8 @@ class Trainer:
             ensure_python(processes.rank)
         self.folder, self.meta = load_meta(c.dataset)
         # were parts of the training on other versions of the data set?
-        self.again = state is not None and check_data(c, self.meta, state)
+        self.again = state is not None and check_data(c, self.meta, state, processes.print)
+        self.tokenizer = carried(self.meta, self.folder)
         source = self.path if resumes else c.init_from.removeprefix("auto:")
         self.model_config = model_config(c, self.meta, state, source)
         self.rows = TokenRows(self.folder / "train.bin", self.meta, c.block_size, c.seed)
@@ -181,7 +182,7 @@ class Trainer:
             save_checkpoint(self.path, self.state(best))
             if best:
                 keep_copy(self.path, self.path.with_name("best.pt"))
-            copy_tokenizer(self.meta, self.folder, self.path.parent)
+            carry_on(self.tokenizer, self.path.parent)
         self.saved = self.step
         self.log.start_clock()
 

@@ -3,7 +3,7 @@ Where a run begins: from nothing, from a checkpoint's weights, or where an earli
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import damaged, keep_copy, load_checkpoint, load_weights
-from configurator import UserError, ranks
+from configurator import UserError
 from model import ModelConfig
 from running.settings import SCHEDULE, TrainConfig, learning_rate
 from text.rows import prepared_again
@@ -57,10 +57,10 @@ def model_config(c: TrainConfig, meta: dict, weights: dict | None = None,
         raise UserError(str(error)) from None
 
 
-def check_data(c: TrainConfig, meta: dict, state: dict) -> bool:
+def check_data(c: TrainConfig, meta: dict, state: dict, say: Callable = print) -> bool:
     """Raise UserError if a checkpoint reads other ids than the data set has.
 
-    Where the data set of that name has other text by now, it says so.
+    Where the data set of that name has other text by now, it says so, by `say`.
     """
     theirs = state["meta"]
     if said := other_ids(meta, theirs):
@@ -70,9 +70,9 @@ def check_data(c: TrainConfig, meta: dict, state: dict) -> bool:
     if c.dataset != state["config"].get("dataset"):
         return False
     said = prepared_again(meta, theirs)
-    if said and ranks()[0] == 0:
+    if said:
         rows = "; other rows follow" if "train.bin" in said else ""
-        print(f"note: data/{c.dataset} was prepared again: {said}{rows}", flush=True)
+        say(f"note: data/{c.dataset} was prepared again: {said}{rows}")
     return bool(said or state.get("prepared_again"))
 
 
@@ -125,7 +125,8 @@ def restore(trainer, state: dict):
             t.processes.print("note: the best loss so far was one of other validation rows; it "
                               "starts anew, and best.pt will be kept as best-previous.pt")
     for names, so in ((("dataset", "seed", "block_size"), ", and so on other rows"),
-                      (("batch_size", "gradient_accumulation_steps"), "")):
+                      (("batch_size", "gradient_accumulation_steps", "weight_decay", "grad_clip",
+                        "momentum", "beta1", "beta2"), "")):
         if changed := differing(names, t.c, before):
             t.processes.print(f"note: goes on with {', '.join(changed)}{so}")
     if other := differing(SCHEDULE, t.model_config, ModelConfig(**state["model_config"])):

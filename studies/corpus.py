@@ -16,6 +16,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -64,9 +65,11 @@ def job(c: CorpusConfig, name: str, config: str, settings: dict,
                  f"--out_dir={out}", "--init_from=auto", *keys],
                 ["evaluate.py", "perplexity", f"--out_dir={out}", f"--json={out}/score.json",
                  *score]]
+    fits = partial(trained, Path(out), commands[0][1:])
     return Job(name, commands, lambda: {
-        "dataset": c.dataset, "config": config, **trained(Path(out), commands[0][1:]), **settings,
-        **outcome(Path(out))})
+        "dataset": c.dataset, "config": config, **fits(), **settings, **outcome(Path(out))},
+        # before it goes on: its own checkpoints will say what these settings are
+        lambda: Path(out, "ckpt.pt").exists() and fits())
 
 
 def trained(out: Path, argv: list[str]) -> dict:
@@ -78,9 +81,11 @@ def trained(out: Path, argv: list[str]) -> dict:
             raise UserError(f"{out} was trained with {k}={value}, and the settings say "
                             f"{getattr(wanted, k)}; --folder= names another place for new runs")
     meta = state["meta"]
-    if said := prepared_again(load_meta(wanted.dataset)[1], meta):
-        raise UserError(f"dataset={wanted.dataset} was prepared again since {out} was trained: "
-                        f"{said}; --folder= names another place for new runs")
+    said = prepared_again(load_meta(wanted.dataset)[1], meta)
+    if said or state.get("prepared_again"):
+        when = f"since {out} was trained: {said}" if said else f"between parts of {out}"
+        raise UserError(f"dataset={wanted.dataset} was prepared again {when}; --folder= names "
+                        "another place for new runs")
     test = {"test_digest": meta["test_digest"]} if "test_digest" in meta else {}
     return {"seed": wanted.seed, "learning_rate": wanted.learning_rate, **test}
 

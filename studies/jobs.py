@@ -28,6 +28,7 @@ class Job:
     name: str
     commands: list[list[str]]  # of python
     record: Callable[[], dict]
+    check: Callable[[], object] = lambda: None  # UserError: an earlier start does not fit this one
 
 
 @dataclass
@@ -136,9 +137,14 @@ def run_jobs(jobs: list[Job], path: str, logs: Path, at_once: int, minutes: floa
 
 def run_job(job: Job, path: str, logs: Path, stop: threading.Event, lock: threading.Lock) -> bool:
     """Run a job and add its record, or say how it ended; nothing starts after `stop`."""
-    log, left, status, began = logs / f"{job.name}.txt", list(job.commands), 0, time.monotonic()
+    log, left, began = logs / f"{job.name}.txt", list(job.commands), time.monotonic()
+    status, wrong = 0, ""
     if stop.is_set():
         return False
+    try:
+        job.check()
+    except UserError as error:
+        status, wrong = 1, f"failed: {error}"
     while left and status == 0 and not stop.is_set():
         with open(log, "a", encoding="utf-8") as output:
             process = subprocess.Popen([sys.executable, *left.pop(0)], stdout=output,
@@ -150,7 +156,7 @@ def run_job(job: Job, path: str, logs: Path, stop: threading.Event, lock: thread
             process.terminate()
         status = process.wait()
     with lock:
-        said = "stopped" if stop.is_set() else f"failed: see {log}"
+        said = "stopped" if stop.is_set() else wrong or f"failed: see {log}"
         if status == 0 and not left:
             commands = [shlex.join(["python", *command]) for command in job.commands]
             try:

@@ -48,7 +48,6 @@ def test_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch, fault, 
 
 
 def test_a_full_disk_leaves_the_old_best_checkpoint(tmp_path, monkeypatch):
-    """Where there are no links, the best one is a copy."""
     path, best = tmp_path / "ckpt.pt", tmp_path / "best.pt"
     for p in (path, best):
         p.write_bytes(p.name.encode())
@@ -56,11 +55,14 @@ def test_a_full_disk_leaves_the_old_best_checkpoint(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(checkpoint.os, "link", refuse)
-    monkeypatch.setattr(checkpoint.shutil, "copyfile", refuse)
-    with pytest.raises(UserError, match="best.pt: cannot be written .no space left"):
-        checkpoint.keep_copy(path, best)
+    with monkeypatch.context() as disk:
+        disk.setattr(checkpoint.shutil, "copyfile", refuse)
+        with pytest.raises(UserError, match="best.pt: cannot be written .no space left"):
+            checkpoint.keep_copy(path, best)
     assert best.read_bytes() == b"best.pt" and len(list(tmp_path.iterdir())) == 2
+    checkpoint.keep_copy(path, best)
+    path.write_bytes(b"an older one, by cp")
+    assert best.read_bytes() == b"ckpt.pt"
 
 
 def test_a_run_that_cannot_be_moved_stays(tmp_path, monkeypatch):

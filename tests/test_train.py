@@ -518,6 +518,24 @@ def test_files_are_not_open_while_they_are_replaced(folder, monkeypatch):
     assert sorted(losses("out/log.csv")) == [0, 1, 2, 3] and Path("out/previous/best.pt").exists()
 
 
+def test_a_run_keeps_the_tokenizer_that_it_began_with(folder, monkeypatch):
+    """Its data set may move, or be prepared again, while it reads the tokens."""
+    data = folder / "data/random"
+    meta = json.loads((data / "meta.json").read_text())
+    (data / "meta.json").write_text(json.dumps(meta | {"tokenizer": "tokenizer/mine.tiktoken"}))
+    with pytest.raises(UserError, match="mine.tiktoken: cannot be read .No such file"):
+        make(folder, monkeypatch)
+    (data / "tokenizer").mkdir()
+    (data / "tokenizer/mine.tiktoken").write_text("mine")
+    trainer = make(folder, monkeypatch, max_iters=2, eval_interval=1)
+    (data / "tokenizer/mine.tiktoken").write_text("of the next run")
+    trainer.update()
+    trainer.save()
+    data.rename(folder / "elsewhere")
+    trainer.run()
+    assert Path("out/tokenizer/mine.tiktoken").read_text() == "mine"
+
+
 def test_the_best_checkpoint_is_kept(folder, monkeypatch):
     trainer = make(folder, monkeypatch, eval_interval=1, max_iters=4)
     values = iter((3.0, 2.0, 2.5, 2.25))

@@ -13,7 +13,6 @@ import base64
 import binascii
 import contextlib
 import difflib
-import filecmp
 import hashlib
 import importlib.util
 import json
@@ -186,23 +185,31 @@ def carry(tokenizer: Tokenizer, folder: Path) -> str:
     return f"{CARRIED}/{tokenizer.files[0].name}"
 
 
-def copy_tokenizer(meta: dict, source: Path, target: Path) -> None:
-    """Copy what `carry` wrote into a data set's folder to that of a checkpoint, unless it is there.
-
-    Raises UserError if it cannot be written.
-    """
+def carried(meta: dict, folder: Path) -> dict[str, bytes]:
+    """The files by name that `carry` wrote into a data set's folder, which may move, or have
+    another tokenizer, while a run reads its tokens. Raises UserError if they are not there."""
     first = Path(meta["tokenizer"])
     if first.parent != Path(CARRIED):
-        return
+        return {}
     try:
-        for name in PAIR if first.name in PAIR else (first.name,):
-            path, copy = source / CARRIED / name, target / CARRIED / name
-            if not (copy.is_file() and filecmp.cmp(path, copy, shallow=False)):
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, copy)
+        return {name: (folder / CARRIED / name).read_bytes()
+                for name in (PAIR if first.name in PAIR else (first.name,))}
     except OSError as error:
-        raise UserError(f"{error.filename or copy}: cannot be copied to {target} "
-                        f"({error.strerror})") from error
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); prepare the data "
+                        "set again") from None
+
+
+def carry_on(files: dict[str, bytes], folder: Path) -> None:
+    """Write these files beside a checkpoint, unless they are there. Raises UserError."""
+    try:
+        for name, data in files.items():
+            path = folder / CARRIED / name
+            if not path.is_file() or path.read_bytes() != data:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: cannot be written ({error.strerror})"
+                        ) from error
 
 
 # --- cutting

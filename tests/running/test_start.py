@@ -41,8 +41,9 @@ def test_training_on_two_versions_of_a_data_set_is_remembered(folder, monkeypatc
 
 def test_another_batch_is_said(folder, monkeypatch, capsys):
     in_process(folder, monkeypatch, max_iters=1)
-    make(folder, monkeypatch, max_iters=2, init_from="resume", batch_size=2).lock.close()
-    assert "note: goes on with batch_size=2 (there: 4)\n" in capsys.readouterr().out
+    make(folder, monkeypatch, max_iters=2, init_from="resume", batch_size=2, beta1=0.5).lock.close()
+    assert "note: goes on with batch_size=2 (there: 4), beta1=0.5 (there: 0.9)\n" in \
+        capsys.readouterr().out
 
 
 def test_a_data_set_prepared_again_under_its_name_is_noticed(tmp_path, monkeypatch, capsys):

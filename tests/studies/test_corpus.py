@@ -8,7 +8,7 @@ import pytest
 from runs import ROOT
 
 import evaluate
-from checkpoint import save_checkpoint
+from checkpoint import load_checkpoint, save_checkpoint
 from configurator import UserError, parse, run_command
 from running.settings import TrainConfig
 from studies import corpus
@@ -80,9 +80,17 @@ def test_a_record_has_the_scores_and_every_validation_loss(finished):
 def test_a_run_of_other_settings_or_of_other_data_is_not_recorded(finished):
     job, c, study = finished
     c.learning_rate = 0.2  # as if config/short.py had changed since
-    with pytest.raises(UserError, match="trained with learning_rate=0.004, and the settings say"):
-        job.record()
+    for look in (job.record, job.check):  # when it has ended, and before it goes on
+        with pytest.raises(UserError, match="trained with learning_rate=0.004, and the settings"):
+            look()
     c.learning_rate = 0.004
+    job.check()
+    out = Path(study.folder, "random", job.name)
+    state = load_checkpoint(out)
+    save_checkpoint(out / "ckpt.pt", state | {"prepared_again": True})
+    with pytest.raises(UserError, match="dataset=random was prepared again between parts of"):
+        job.record()
+    save_checkpoint(out / "ckpt.pt", state)
     path = Path("data/random/meta.json")
     path.write_text(path.read_text().replace('"ab"', '"cd"').replace('"test": 0', '"test": 700'))
     with pytest.raises(UserError, match="dataset=random was prepared again since"):

@@ -69,6 +69,16 @@ def test_a_run_whose_results_cannot_be_read_leaves_the_others(tmp_path, capsys):
     assert "bad: failed: its results cannot be read" in capsys.readouterr().out
 
 
+def test_a_job_that_an_earlier_start_does_not_fit_runs_nothing(tmp_path, capsys):
+    def check():
+        raise UserError("trained with another seed")
+
+    jobs = [Job("bad", [["-c", "print('never')"]], dict, check), job("good", "pass")]
+    assert run_jobs(jobs, str(tmp_path / "all.json"), tmp_path, 1, None) == 1
+    assert "bad: failed: trained with another seed" in capsys.readouterr().out
+    assert not (tmp_path / "bad.txt").exists()
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_a_signal_is_passed_on_and_nothing_is_left_running(name, tmp_path):
     path, began = str(tmp_path / "all.json"), time.monotonic()

@@ -38,7 +38,8 @@ from text.tokenizer import (
     CL100K_PATTERN,
     GPT2_PATTERN,
     QWEN_PATTERN,
-    copy_tokenizer,
+    carried,
+    carry_on,
     get_tokenizer,
     other_ids,
     pieces,
@@ -366,8 +367,13 @@ def test_a_data_set_and_a_checkpoint_that_move_keep_their_tokenizer(tmp_path):
                        f"--tokenizer={write_pair(tmp_path / 'mine')}"])
     ids = get_tokenizer(str(tmp_path / "mine")).encode(TEXT)
     meta = json.loads((data / "meta.json").read_text(encoding="utf-8"))
-    for _ in range(2):  # a second time there is nothing to do
-        copy_tokenizer(meta, data, out)
+    files = carried(meta, data)
+    (data / "tokenizer/vocab.bpe").write_text("of the next run")
+    for left in (b"", b"of the run before"):
+        carry_on(files, out)
+        (out / "tokenizer/encoder.json").write_bytes(left)
+    carry_on(files, out)
+    (data / "tokenizer/vocab.bpe").write_bytes(files["vocab.bpe"])
     shutil.rmtree(tmp_path / "mine")
     shutil.move(data, tmp_path / "elsewhere")
     for folder in (tmp_path / "elsewhere", out):
