@@ -15,7 +15,7 @@ the path of a tokenizer.json or .tiktoken file.
 
 The ids are little endian, uint16 where the vocabulary fits and uint32 where not, with one EOS
 after every document; OUT_DIR/tokenizer has a copy of the tokenizer's files, where it has any. No
-document is in two splits, unless there is only one: val.bin gets whole ones, chosen by their text,
+document is in two splits, unless one is nearly all: val.bin gets whole ones, chosen by their text,
 so that copies stay on the same side; or, as in the paper, test.bin is the last rows of the corpus
 and val.bin the rows before, and what they cut off is dropped.
 """
@@ -26,6 +26,7 @@ import json
 import multiprocessing
 import os
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -49,6 +50,7 @@ from text.tokenizer import CARRIED, Tokenizer, carry, get_tokenizer, pieces
 
 SPLITS = ("train", "val", "test")
 FEW = 2**24  # tokens that may all be in memory
+LONG = 10_000  # tokens of a document, of which a part is something to measure on
 ROW = 2048  # tokens in a row of test.bin, as in the paper
 PART = 2**18  # characters of a document that are handled at a time
 BATCH = 2**20  # characters that a process gets at a time
@@ -226,7 +228,7 @@ def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, fo
     for split, rows in (("test", config.test_rows), ("val", config.val_rows)):
         if rows:
             counts["cut"] += take_rows(folder, tokenizer, split, rows)
-    if config.val_fraction and not (folder / "val.bin").stat().st_size:
+    if config.val_fraction and not config.val_rows:
         take_val(folder, tokenizer, config.val_fraction)
     return counts
 
@@ -310,33 +312,51 @@ def take_rows(folder: Path, tokenizer: Tokenizer, split: str, rows: int) -> int:
 
 
 def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
-    """Give val something where chance did not: the last document of which there is no copy, if
-    there is one, or the end of a lone long one."""
-    train = folder / "train.bin"
-    count = train.stat().st_size // tokenizer.dtype.itemsize
-    start = document_start(train, tokenizer, count - 1)
-    if start > 0 and count > FEW:  # of so many, the last is hardly a copy
-        move_tail(folder, start, "val", tokenizer.dtype)
-    elif start > 0:
+    """Where chance gave val next to nothing, or more than train, give it about `fraction` of the
+    tokens: a document of which there is no copy, the last ones of a large corpus, or the end of a
+    long one."""
+    train, val = (folder / f"{split}.bin" for split in SPLITS[:2])
+    n_train, n_val = (path.stat().st_size // tokenizer.dtype.itemsize for path in (train, val))
+    count = n_train + n_val
+    start = max(1, int(count * (1 - fraction)))
+    wanted = count - start
+    if wanted / 4 <= n_val <= n_train:
+        return
+    with open(val, "rb") as source, open(train, "ab") as target:
+        shutil.copyfileobj(source, target)
+    os.truncate(val, 0)
+    lone = document_start(train, tokenizer, count - 1) == 0
+    if lone or count > FEW:  # of so many, the last ones are hardly copies
+        whole = document_start(train, tokenizer, start)
+        cut = count >= LONG and (whole == 0 or count - whole > 4 * wanted)
+    else:
         ids = read_ids(train, tokenizer, 0, count)
         texts = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id)[:-1] + 1)
         times = Counter(text.tobytes() for text in texts)
         alone = [i for i, text in enumerate(texts) if times[text.tobytes()] == 1]
-        if alone:
-            texts.pop(alone[-1]).tofile(folder / "val.bin")
-            np.concatenate(texts).tofile(train)
-    elif count >= 10_000:  # a few pages are nothing to measure on: they stay whole
-        start = max(1, int(count * (1 - fraction)))
-        # cut behind white space, or where a character begins; and leave val more than the EOS
-        near = read_ids(train, tokenizer, start - 1, min(start + PART, count - 2))
-        cuts = itertools.chain(
-            (cut for cut, token in enumerate(near, start)
-             if tokenizer.decode_bytes([token])[-1:].isspace()),
-            (cut for cut, token in enumerate(near[1:], start)
-             if not b"\x80" <= tokenizer.decode_bytes([token])[:1] < b"\xc0"))
-        move_tail(folder, next(cuts, start), "val", tokenizer.dtype)
-        with open(train, "ab") as file:
-            file.write(np.array([tokenizer.eos_id], tokenizer.dtype).tobytes())
+        if not alone:
+            return
+        chosen = min(reversed(alone), key=lambda i: abs(len(texts[i]) - wanted))
+        longest = max(alone, key=lambda i: len(texts[i]))
+        cut = len(texts[longest]) >= LONG and not wanted / 4 <= len(texts[chosen]) <= count / 2
+        texts.append(texts.pop(longest if cut else chosen))
+        np.concatenate(texts).tofile(train)
+        whole = count - len(texts[-1])
+    if not cut:
+        if whole > 0:
+            move_tail(folder, whole, "val", tokenizer.dtype)
+        return
+    start = max(start, whole + 1)
+    # cut behind white space, or where a character begins; and leave val more than the EOS
+    near = read_ids(train, tokenizer, start - 1, min(start + PART, count - 2))
+    cuts = itertools.chain(
+        (cut for cut, token in enumerate(near, start)
+         if tokenizer.decode_bytes([token])[-1:].isspace()),
+        (cut for cut, token in enumerate(near[1:], start)
+         if not b"\x80" <= tokenizer.decode_bytes([token])[:1] < b"\xc0"))
+    move_tail(folder, next(cuts, start), "val", tokenizer.dtype)
+    with open(train, "ab") as file:
+        file.write(np.array([tokenizer.eos_id], tokenizer.dtype).tobytes())
 
 
 # --- all of it
@@ -476,6 +496,8 @@ def main(argv: list[str]) -> None:
         files = find_files(config.input)
         name, documents = dataset_name(config.input, files[0]), Documents(files)
     out_dir = config.out_dir or f"data/{name}"
+    if any(Path(out_dir, file).exists() for file in ("ckpt.pt", "best.pt")):
+        raise UserError(f"out_dir={out_dir}: a run is there; a data set needs another folder")
     if not config.out_dir:
         check_free(Path(out_dir), config.input)
     tokenizer = get_tokenizer(config.tokenizer)

@@ -143,6 +143,29 @@ def test_val_is_no_copy_of_what_is_trained_on(tmp_path, texts):
     assert read_texts(out) == [text for text in texts if text not in val]
 
 
+@pytest.mark.parametrize("few", [2**24, 100])  # tokens that are handled in memory
+@pytest.mark.parametrize("names", ["ab", "ba", "bac"])
+def test_val_is_no_more_and_not_much_less_than_asked_for(tmp_path, monkeypatch, names, few):
+    """A book and a line or two beside it, whichever comes first and wherever chance puts it."""
+    monkeypatch.setattr(prepare_data, "FEW", few)
+    sizes = {"a": 20, "b": 2000, "c": 5}
+    texts = [f"{name} " + "It was a dark night.\n" * sizes[name] for name in names]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    for seed in range(40):
+        out = prep(source, f"--seed={seed}")
+        sides = [read_texts(out, split) for split in ("train", "val")]
+        n_train, n_val = (sum(map(len, side)) for side in sides)
+        assert 0.01 < n_val / (n_train + n_val) < 0.06
+        assert sorted("".join(map("".join, sides))) == sorted("".join(texts))
+
+
+def test_a_run_s_folder_is_refused(tmp_path):
+    (tmp_path / "best.pt").touch()
+    with pytest.raises(UserError, match="a run is there; a data set needs another folder"):
+        main([f"--input={write_jsonl(tmp_path / 'a.jsonl', ['a'])}", f"--out_dir={tmp_path}"])
+    assert not (tmp_path / "meta.json").exists()
+
+
 @pytest.mark.parametrize("sentence, end", [
     ("It was a dark and stormy night.\n", "\n"), ("這是一個風雨交加的夜晚。", "")])
 def test_one_long_text_gives_its_end_to_val(tmp_path, sentence, end):
