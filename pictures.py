@@ -185,13 +185,14 @@ def connections(c: ConnectionsConfig):
     plt, sizes = plot(), ModelConfig(n_layer=c.n_layer, n_channels=c.n_layer)
     panels = []
     for name, config in named_configs(c.systems, sizes).items():
-        kind = name.rstrip("0123456789")
-        title, note = SYSTEMS.get(kind, (kind, "a system of your own"))
+        kind = name if name in SYSTEMS else name.rstrip("0123456789")
+        title, note = SYSTEMS.get(kind, (name, "a system of your own"))
         part = f"\n{len(plan(config).channels)}/{c.n_layer} of the cache"
         panels.append((title.format(name.removeprefix(kind)), note + part, plan(config)))
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
-    fig, axes = plt.subplots(rows, columns, figsize=(3.25 * columns, 4.3 * rows), squeeze=False)
+    height = 0.5 * max(c.n_layer + 2.6, 8.6)  # inches; names need room however few layers
+    fig, axes = plt.subplots(rows, columns, figsize=(3.25 * columns, height * rows), squeeze=False)
     for ax in axes.flat:
         ax.axis("off")
     for ax, panel in zip(axes.flat, panels):
@@ -377,7 +378,8 @@ def curves(c: CurvesConfig):
         shared = min(runs[0].x[-1], max(r.x[-1] for r in runs[1:]))
         right.set(title=f"perplexity against {names[0]}", ylabel="difference, %",
                   xlim=(0, 1.02 * shared / unit),
-                  ylim=view([np.zeros(1), *(r.loss[len(r.loss) // 10:] for r in differences)]))
+                  ylim=view([np.zeros(1), *(y[len(y) // 10:] for r in differences
+                                            for y in (r.loss, r.val_loss))]))
     fig.tight_layout()
     save(fig, c.output)
 
@@ -425,6 +427,9 @@ def convergence(c: ConvergenceConfig):
     by_pass = [s for s in schedules if len(s.get("perplexities", ())) > 1]
     fig, axes = plt.subplots(1, 2 + bool(by_pass), figsize=(10.5 + 2.5 * bool(by_pass), 4))
     at, names = np.arange(len(schedules)), {"jacobi": "Jacobi", "autoregressive": "token\nby token"}
+    ticks = [names.get(s["solver"], f"{s['g']}") for s in schedules]
+    if len(set(ticks)) < len(ticks):
+        ticks = [f"{tick}:{s['passes']}" for tick, s in zip(ticks, schedules)]
     reached = np.array([s["passes"] is not None for s in schedules])
     for ax, values, colour in (
             (axes[0], [s["passes"] for s in schedules], COLOURS[0]),
@@ -444,7 +449,7 @@ def convergence(c: ConvergenceConfig):
             ax.annotate("not\nreached", (i, 0.97), xycoords=("data", "axes fraction"), ha="center",
                         va="top", color="#777777", fontsize=8)
         ax.set(xlabel="g, groups of the cyclic schedule", xlim=(-0.5, len(at) - 0.5))
-        ax.set_xticks(at, [names.get(s["solver"], f"{s['g']}") for s in schedules])
+        ax.set_xticks(at, ticks)
         ax.grid(axis="x", visible=False)
     close = "to within 1 % of the exact perplexity" if "exact_perplexity" in results else "as given"
     axes[0].set(ylabel="passes", title=f"passes, {close}")
@@ -610,7 +615,8 @@ def draw_connectome(plt, x: Connectome, n_layer: int, c: ConnectomeConfig):
                  "spread over tokens (%: of the mean)")):
             image = ax.imshow(values.numpy(), cmap=colours, vmin=low, vmax=high, aspect="auto",
                               origin="lower")
-            ax.set(title=f"{name}: {title}", xlabel="source: state that enters layer",
+            out = f" ({n_layer}: final output)" if n_layer < L else ""
+            ax.set(title=f"{name}: {title}", xlabel=f"source: state that enters layer{out}",
                    ylabel="channel")
             ax.set_xticks(every(L))
             ax.set_yticks(every(k))
@@ -619,7 +625,8 @@ def draw_connectome(plt, x: Connectome, n_layer: int, c: ConnectomeConfig):
         for j, share in enumerate(x.dependence[b].tolist()):
             axes[b, 1].text(L - 0.35, j, f"{100 * share:.0f}%", va="center", fontsize=7.5)
         draw_fibres(axes[b, 2], x.alpha[b], n_layer, c.fibres)
-        axes[b, 2].set_title(f"{name}: a fibre is a weight of one of {c.fibres} tokens")
+        n = min(c.fibres, len(x.ids))
+        axes[b, 2].set_title(f"{name}: a fibre is a weight of one of {n} tokens")
     save(fig, c.output)
 
 

@@ -119,13 +119,15 @@ class Scorer:
 
     def generate_until(self, context: str, until: list[str], max_new_tokens: int = 256,
                        temperature: float = 0.0) -> str:
-        """Continue a context (its end, if it is too long) up to EOS or one of some texts."""
-        s, n = self.schedule, min(max_new_tokens, self.max_length - 1)
-        prompt = self.tokenizer.encode(context)[-(self.max_length - n):]
+        """Continue a context up to EOS or one of some texts. Of a context that is too long for
+        what is to follow its end is read, half of what the model reads at least."""
+        s, prompt = self.schedule, self.tokenizer.encode(context) or [self.tokenizer.eos_id]
+        n = min(max_new_tokens, max(self.max_length // 2, self.max_length - len(prompt)))
+        prompt = prompt[-(self.max_length - n):]
         solver = s.solver if s.solver in SOLVERS else "cyclic"
         ids, text = [], ""
         for (new,) in generate(
-                self.model, [prompt or [self.tokenizer.eos_id]], n, temperature, solver=solver,
+                self.model, [prompt], n, temperature, solver=solver,
                 passes=s.passes, n_groups=s.n_groups, tol=s.tol, stop_id=self.tokenizer.eos_id,
                 n_ids=self.tokenizer.vocab_size):
             ids.append(new)

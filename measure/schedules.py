@@ -58,6 +58,8 @@ def schedule_of(c, model: Decoder, dtype: torch.dtype, *more: str) -> Schedule:
     mc = model.config
     if not model.iterates:
         return Schedule("one pass")
+    if c.solver == "autoregressive":
+        return Schedule(c.solver)
     tol = TOLERANCE[dtype] if c.exact and c.tol is None else c.tol
     passes = mc.n_nograd + mc.n_grad if c.passes is None else c.passes
     groups = mc.n_groups if c.n_groups is None else c.n_groups

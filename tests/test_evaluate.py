@@ -513,13 +513,16 @@ def test_generate_until():
 
 
 def test_room_for_new_tokens(monkeypatch):
-    """Of 20 tokens, 14 are left to the end of the context; without one it is EOS."""
+    """Of 20 tokens, 14 are left to the end of the context, but 10 at least; without one it is EOS.
+    """
     prompts, s = [], scorer(max_length=20)
     monkeypatch.setattr(downstream, "generate", lambda model, p, n, *_, **__: prompts.append(
         (*p, n)) or [])
-    for context, n in (("0123456789abcdefghij", 6), ("short", 6), ("", 6), ("xyz", 99)):
+    for context, n in (("0123456789abcdefghij", 6), ("short", 6), ("", 6), ("xyz", 99),
+                       ("0123456789abcdefghij", 99)):
         s.generate_until(context, [], n)
-    assert prompts == [([*b"6789abcdefghij"], 6), ([*b"short"], 6), ([EOS], 6), ([*b"z"], 19)]
+    assert prompts == [([*b"6789abcdefghij"], 6), ([*b"short"], 6), ([EOS], 6),
+                       ([*b"xyz"], 17), ([*b"abcdefghij"], 10)]
 
 
 # ---- the harness

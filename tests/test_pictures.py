@@ -139,6 +139,8 @@ def test_curves_picture(here, figures):
     assert right.get_lines()[0].get_ydata() == pytest.approx([100 * math.expm1(-0.1)] * 30)
     assert right.get_lines()[1].get_ydata() == pytest.approx(
         [100 * math.expm1(-0.1), 100 * math.expm1(-0.2)])
+    low, high = right.get_ylim()
+    assert low < 100 * math.expm1(-0.2) < 0 < high
     colours = {line.get_color() for line in lines}
     assert len(colours) == 2
 
