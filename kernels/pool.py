@@ -40,16 +40,16 @@ from kernels.known import pool_fits
 from kernels.linear import add_product
 from kernels.tape import Collect
 
-# kernel: (tokens of a program, elements of its (LP, BLOCK_D) tile, warps, stages, registers of a
-# thread at most). "states" has its number of programs in place of tokens: one round of them on
-# 132 multiprocessors, as each adds up the gains' gradients over its share of the tokens. The
-# small products do not divide among warps, so "weights" has one and many programs.
+# kernel: (tokens of a program, elements of its (LP, BLOCK_D) tile, warps, stages). "states" has its
+# number of programs in place of tokens: one round of them on 132 multiprocessors, as each adds up
+# the gains' gradients over its share of the tokens. The small products do not divide among warps,
+# so "weights" has one and many programs.
 CONFIGS = {
-    "unit": (4, None, 4, 1, None),
-    "mix": (2, 8192, 4, 2, None),
-    "weights": (1, 1024, 1, 3, None),
-    "radial": (4, None, 4, 1, None),
-    "states": (528, 1024, 2, 3, None),
+    "unit": (4, None, 4, 1),
+    "mix": (2, 8192, 4, 2),
+    "weights": (1, 1024, 1, 3),
+    "radial": (4, None, 4, 1),
+    "states": (528, 1024, 2, 3),
 }
 MULTIPROCESSORS = 132  # of a Hopper GPU
 MULTIPLE = 8  # a channel of no feedback gets so many sources, or twice as many, ...
@@ -335,12 +335,10 @@ class Shape(NamedTuple):
         """Constants of a kernel, its launch options, and its tokens (or programs)."""
         first = (self.L - 1) % self.P
         router = dict(FIRST=first, P=self.P, INPUTS=len(range(first, self.L, self.P)))
-        tokens, elements, warps, stages, registers = CONFIGS[kernel]
+        tokens, elements, warps, stages = CONFIGS[kernel]
         if kernel == "mix":  # few tokens, as in decoding, are one for each multiprocessor
             tokens = min(tokens, triton.cdiv(self.N, MULTIPROCESSORS))
         options = dict(num_warps=warps, num_stages=stages)
-        if registers:
-            options.update(maxnreg=registers)
         LP, KP = (max(16, triton.next_power_of_2(n)) for n in (self.L, self.K))
         whole = triton.next_power_of_2(self.D)
         c = dict(L=self.L, BLOCK_D=whole)

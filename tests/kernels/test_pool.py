@@ -25,7 +25,7 @@ def tiles(request, monkeypatch):
     elements = 256 if request.param == "blocks" else 8192
     monkeypatch.setattr(pool_kernels, "MULTIPROCESSORS", 1)
     monkeypatch.setattr(pool_kernels, "CONFIGS", {
-        name: (2, elements, 4, 1, None) for name in pool_kernels.CONFIGS})
+        name: (2, elements, 4, 1) for name in pool_kernels.CONFIGS})
 
 
 def case(N, dtype=torch.float32, seed=0, **sizes):

@@ -28,7 +28,7 @@ def large_blocks(monkeypatch):
     monkeypatch.setattr(norms, "STORE_PROGRAMS", 2)
     monkeypatch.setattr(norms, "CONFIGS", {name: (32, 4) for name in norms.CONFIGS})
     monkeypatch.setattr(pool_kernels, "CONFIGS", {
-        name: (8, 8192, 4, 1, None) for name in pool_kernels.CONFIGS})
+        name: (8, 8192, 4, 1) for name in pool_kernels.CONFIGS})
 
 
 def model_and_batch(kv="whitematter", k=3, n_layer=3, n_groups=2, **options):
