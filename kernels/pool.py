@@ -328,20 +328,19 @@ class Shape(NamedTuple):
     D: int
     K: int  # channels of a branch
     N: int
-    P: int = 1  # every P-th source, from FIRST on, is one of the router's INPUTS
-    ROUTER: bool = True
+    P: int  # every P-th source, from FIRST on, is one of the router's INPUTS
+    ROUTER: bool
 
-    def of(self, kernel: str) -> tuple[dict, dict, int]:
-        """Constants of a kernel, its launch options, and its tokens (or programs)."""
+    def of(self, kernel: str) -> tuple[dict, int]:
+        """Constants of a kernel and its launch options; and its tokens (or programs)."""
         first = (self.L - 1) % self.P
         router = dict(FIRST=first, P=self.P, INPUTS=len(range(first, self.L, self.P)))
         tokens, elements, warps, stages = CONFIGS[kernel]
         if kernel == "mix":  # few tokens, as in decoding, are one for each multiprocessor
             tokens = min(tokens, triton.cdiv(self.N, MULTIPROCESSORS))
-        options = dict(num_warps=warps, num_stages=stages)
         LP, KP = (max(16, triton.next_power_of_2(n)) for n in (self.L, self.K))
         whole = triton.next_power_of_2(self.D)
-        c = dict(L=self.L, BLOCK_D=whole)
+        c = dict(L=self.L, BLOCK_D=whole, num_warps=warps, num_stages=stages)
         if kernel in ("unit", "radial"):
             c.update(router, TOKENS=tokens)
         else:
@@ -352,10 +351,10 @@ class Shape(NamedTuple):
             c.update(router, ROUTER=self.ROUTER)
         if kernel in ("mix", "states"):
             c.update(WHOLE=c["BLOCK_D"] >= self.D)
-        return c, options, tokens
+        return c, tokens
 
 
-def check(states: tuple[Tensor, ...], gain: Tensor, router: Tensor | None, bias: Tensor, s: Shape):
+def check(states: tuple[Tensor, ...], f: Folded, s: Shape):
     """Name what a kernel would silently read wrongly."""
     like = states[0]
     if like.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -370,63 +369,58 @@ def check(states: tuple[Tensor, ...], gain: Tensor, router: Tensor | None, bias:
                          "2048, are possible")
     shapes = (2, s.L, s.D), (2, s.K, s.L)
     inputs = len(range((s.L - 1) % s.P, s.L, s.P))
-    if (gain.shape, bias.shape) != shapes or (
-            router is not None and router.shape != (2 * s.K * s.L, inputs * s.D)):
+    if (f.gain.shape, f.bias.shape) != shapes or (
+            s.ROUTER and f.router.shape != (2 * s.K * s.L, inputs * s.D)):
         raise ValueError(f"gain, bias {shapes} and router {2 * s.K * s.L, inputs * s.D} are needed")
 
 
-def mix_forward(states: tuple[Tensor, ...], gain: Tensor, router: Tensor | None, bias: Tensor,
-                p: int) -> tuple[Tensor, ...]:
+def mix_forward(states: tuple[Tensor, ...], f: Folded, s: Shape) -> tuple[Tensor, ...]:
     """Channels (2, k, N, D), then what the backward needs: x, alpha, rstd, scale."""
+    check(states, f, s)
     h = states[0]
-    s = Shape(len(states), h.size(1), bias.size(1), len(h), p, router is not None)
-    check(states, gain, router, bias, s)
     new = lambda *shape: h.new_empty(shape, dtype=torch.float32)  # noqa: E731
     rstd, scale = new(s.N, s.L), new(s.N, 2, s.K)
     out = h.new_empty(2, s.K, s.N, s.D)
-    x = None if router is None else h.new_empty(s.N, router.size(1))
-    c, options, tokens = s.of("unit")
-    unit_kernel[triton.cdiv(s.N, tokens), s.L](states, rstd, x, s.N, s.D, h.stride(0), **c,
-                                               **options)
-    alpha = bias.flatten().to(h.dtype)
-    if router is not None:
-        alpha = torch.addmm(alpha, x, router.mT)
-    c, options, tokens = s.of("mix")
+    x = h.new_empty(s.N, f.router.size(1)) if s.ROUTER else None
+    c, tokens = s.of("unit")
+    unit_kernel[triton.cdiv(s.N, tokens), s.L](states, rstd, x, s.N, s.D, h.stride(0), **c)
+    alpha = f.bias.flatten().to(h.dtype)
+    if s.ROUTER:
+        alpha = torch.addmm(alpha, x, f.router.mT)
+    c, tokens = s.of("mix")
     mix_kernel[triton.cdiv(s.N, tokens),](
-        states, rstd, gain, alpha, out, scale, s.N, s.D, h.stride(0),
-        0 if router is None else alpha.stride(0), **c, **options)
+        states, rstd, f.gain, alpha, out, scale, s.N, s.D, h.stride(0),
+        alpha.stride(0) if s.ROUTER else 0, **c)
     return out, x, alpha, rstd, scale
 
 
 def gain_rows(s: Shape) -> int:
     """Programs along the tokens of states_kernel, each with rows of its own for dgain."""
-    c, _, programs = s.of("states")
+    c, programs = s.of("states")
     return min(max(1, programs // triton.cdiv(s.D, c["BLOCK_D"])), s.N)
 
 
-def mix_backward(dc: Tensor, states: tuple[Tensor, ...], gain: Tensor, router: Tensor | None,
-                 alpha: Tensor, rstd: Tensor, scale: Tensor, p: int,
-                 dgain: Tensor) -> tuple[Tensor, ...]:
+def mix_backward(dc: Tensor, states: tuple[Tensor, ...], f: Folded, s: Shape, alpha: Tensor,
+                 rstd: Tensor, scale: Tensor, dgain: Tensor) -> tuple[Tensor, ...]:
     """dh (L, N, D), d alpha (N, 2 k L). The gain's gradient is added to the first rows of dgain
     (`gain_rows` at least, 2, L, D), float32, whose sum it is."""
     h, dc = states[0], dc.contiguous()
-    s = Shape(len(states), h.size(1), dc.size(1), len(h), p, router is not None)
-    stride = h.stride(0), 0 if router is None else alpha.stride(0)
+    stride = h.stride(0), alpha.stride(0) if s.ROUTER else 0
     dalpha = h.new_empty(s.N, 2 * s.K * s.L)
     turn, radial = torch.empty_like(scale), torch.empty_like(rstd)
-    c, options, tokens = s.of("weights")
-    weights_kernel[triton.cdiv(s.N, tokens),](states, rstd, gain, alpha, scale, dc, dalpha, turn,
-                                              radial, s.N, s.D, *stride, **c, **options)
-    dx = None if router is None else dalpha @ router
-    states_c, states_options, _ = s.of("states")
-    if router is not None and not states_c["WHOLE"]:
-        c, options, tokens = s.of("radial")
+    c, tokens = s.of("weights")
+    weights_kernel[triton.cdiv(s.N, tokens),](states, rstd, f.gain, alpha, scale, dc, dalpha, turn,
+                                              radial, s.N, s.D, *stride, **c)
+    dx = dalpha @ f.router if s.ROUTER else None
+    states_c, _ = s.of("states")
+    if s.ROUTER and not states_c["WHOLE"]:
+        c, tokens = s.of("radial")
         radial_kernel[triton.cdiv(s.N, tokens), c["INPUTS"]](
-            states, rstd, dx, radial, s.N, s.D, h.stride(0), **c, **options)
+            states, rstd, dx, radial, s.N, s.D, h.stride(0), **c)
     dh = h.new_empty(s.L, s.N, s.D)
     states_kernel[gain_rows(s), triton.cdiv(s.D, states_c["BLOCK_D"])](
-        states, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, s.N, s.D, *stride,
-        **states_c, **states_options)
+        states, rstd, f.gain, alpha, scale, turn, radial, dc, dx, dh, dgain, s.N, s.D, *stride,
+        **states_c)
     return dh, dalpha
 
 
@@ -503,20 +497,20 @@ class Evaluate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, link, folded, *states):
         f = ctx.folded = folded
-        out, x, alpha, rstd, scale = mix_forward(states, f.gain, f.router, f.bias, f.stride)
-        ctx.save_for_backward(*states, out, x, alpha, rstd, scale)
+        N, D = states[0].shape
+        ctx.shape = Shape(len(states), D, f.bias.size(1), N, f.stride, f.router is not None)
+        out, *others = mix_forward(states, f, ctx.shape)
+        ctx.save_for_backward(*states, out, *others)
         return torch.bmm(out.flatten(0, 1), f.proj.mT)
 
     @staticmethod
     def backward(ctx, dy):
         """The states' gradients; the weights' are added up in `folded`."""
         f, (*states, out, x, alpha, rstd, scale) = ctx.folded, ctx.saved_tensors
-        s = Shape(len(states), out.size(-1), out.size(1), len(dy[0]), f.stride)
-        dgain, dbias, dproj, drouter = f.add_up(gain_rows(s))
+        dgain, dbias, dproj, drouter = f.add_up(gain_rows(ctx.shape))
         add_product(dproj, dy.mT, out.flatten(0, 1))
         dout = torch.bmm(dy, f.proj).view_as(out)
-        dh, dalpha = mix_backward(dout, tuple(states), f.gain, f.router, alpha, rstd, scale,
-                                  f.stride, dgain)
+        dh, dalpha = mix_backward(dout, tuple(states), f, ctx.shape, alpha, rstd, scale, dgain)
         dbias += dalpha.sum(0, dtype=torch.float32).view_as(dbias)
         if drouter is not None:
             add_product(drouter, dalpha.mT, x)
