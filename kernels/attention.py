@@ -35,36 +35,30 @@ LOG2E = 1.4426950408889634
 # heads, two for each head
 DECODE_PROGRAMS = 384
 
-# (BLOCK_M, BLOCK_N, warps, stages, edges[, registers]) by kernel and head size; an entry serves
-# the sizes up to its own. "group": fewer queries than keys, so most tiles touch an edge of the
-# mask and every tile is masked. edges=True: three loops, the middle one without a mask, for long
-# interiors.
+# (BLOCK_M, BLOCK_N, warps, stages[, registers]) by kernel and head size; an entry serves the sizes
+# up to its own. "group": fewer queries than keys, so most tiles touch an edge of the mask and every
+# tile is masked. "full": long interiors, so three loops (EDGES), the middle one without a mask.
 # The programs are small enough for two or three on a multiprocessor: loops are short here, and
 # one program's loads and softmax hide behind another's products.
 CONFIGS = {
-    ("forward", "group"): {64: (64, 64, 4, 3, False), 96: (64, 64, 4, 3, False),
-                           128: (64, 64, 4, 2, False)},
-    ("forward", "full"): {64: (128, 128, 8, 2, True), 96: (128, 64, 8, 2, True, 128),
-                          128: (128, 64, 8, 2, True)},
-    ("forward", "decode"): {64: (16, 128, 4, 3, False), 128: (16, 64, 4, 3, False)},
-    ("dq", "group"): {64: (64, 64, 4, 3, False), 96: (64, 64, 4, 3, False),
-                      128: (64, 64, 4, 2, False)},
-    ("dq", "full"): {64: (64, 64, 4, 2, True), 128: (64, 64, 4, 2, True)},
-    ("dkv", "group"): {64: (64, 64, 4, 2, False), 96: (32, 64, 4, 2, False, 168),
-                       128: (32, 64, 4, 2, False)},
-    ("dkv", "full"): {64: (64, 128, 8, 2, True), 96: (64, 64, 4, 2, True),
-                      128: (64, 128, 8, 2, True)},
+    ("forward", "group"): {96: (64, 64, 4, 3), 128: (64, 64, 4, 2)},
+    ("forward", "full"): {64: (128, 128, 8, 2), 96: (128, 64, 8, 2, 128), 128: (128, 64, 8, 2)},
+    ("forward", "decode"): {64: (16, 128, 4, 3), 128: (16, 64, 4, 3)},
+    ("dq", "group"): {96: (64, 64, 4, 3), 128: (64, 64, 4, 2)},
+    ("dq", "full"): {128: (64, 64, 4, 2)},
+    ("dkv", "group"): {64: (64, 64, 4, 2), 96: (32, 64, 4, 2, 168), 128: (32, 64, 4, 2)},
+    ("dkv", "full"): {64: (64, 128, 8, 2), 96: (64, 64, 4, 2), 128: (64, 128, 8, 2)},
 }
 
 
-def config(kernel: str, kind: str, d: int) -> tuple[dict, dict]:
-    """Constants of a kernel and its launch options for head size d."""
+def config(kernel: str, kind: str, d: int) -> dict:
+    """Constants of a kernel, and its launch options, for head size d."""
     table = CONFIGS[kernel, kind]
-    block_m, block_n, warps, stages, edges, *registers = table[
+    block_m, block_n, warps, stages, *registers = table[
         min(n for n in table if n >= min(d, max(table)))]
     d0 = 1 << (d.bit_length() - 1)
-    return (dict(D0=d0, D1=d - d0, BLOCK_M=block_m, BLOCK_N=block_n, EDGES=edges),
-            dict(num_warps=warps, num_stages=stages, maxnreg=registers[0] if registers else None))
+    return dict(D0=d0, D1=d - d0, BLOCK_M=block_m, BLOCK_N=block_n, EDGES=kind == "full",
+                num_warps=warps, num_stages=stages, maxnreg=registers[0] if registers else None)
 
 
 # ---- pieces: a tile of d columns is a pair of tiles of D0 and D1 columns ----------------------
@@ -438,7 +432,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tens
     check(q, k, start, stop, k, v)
     (B, Tq, H, d), Hkv = q.shape, k.size(2)
     P = triton.next_power_of_2(H // Hkv)
-    c, options = config("forward", kind or kind_of(q, k), d)
+    c = config("forward", kind or kind_of(q, k), d)
     q = q.contiguous()
     out, lse2 = torch.empty_like(q), q.new_empty(B, Hkv, Tq * P, dtype=torch.float32)
     part, part_lse2 = out, lse2
@@ -449,7 +443,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tens
     forward_kernel[B * Hkv, triton.cdiv(Tq * P, c["BLOCK_M"]), splits](
         q, *tiles(c["BLOCK_N"], 0, c, k, v), *tiles(c["BLOCK_M"], Hkv, c, part), part_lse2,
         start, stop, *sink, d ** -0.5 * LOG2E, Tq, Hkv, G=H // Hkv, P=P,
-        SINK=sink_k is not None, SPLITS=splits, **c, **options)
+        SINK=sink_k is not None, SPLITS=splits, **c)
     if splits > 1:
         merge_kernel[B, Tq, H](part, part_lse2, out, lse2, B, Tq, H, Hkv, G=H // Hkv, P=P,
                                SPLITS=splits, d=d, D=triton.next_power_of_2(d), num_warps=2)
@@ -474,7 +468,7 @@ def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     P = triton.next_power_of_2(H // Hkv)
     do, q = do.contiguous(), q.contiguous()
     dq, delta = torch.empty_like(q), torch.empty_like(lse2)
-    c, options = config("dq", kind_of(q, k), d)
+    c = config("dq", kind_of(q, k), d)
     blocks = triton.cdiv(Tq * P, c["BLOCK_M"])
     sink = [x if x is None else x.contiguous() for x in (sink_k, sink_v)]
     rows = 0 if dsink is None else dsink.size(1)
@@ -483,13 +477,13 @@ def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     dq_kernel[B * Hkv, blocks](
         q, out, do, *tiles(c["BLOCK_N"], 0, c, k, v), *tiles(c["BLOCK_M"], Hkv, c, dq), lse2,
         delta, dsink, start, stop, *sink, d ** -0.5, d ** -0.5 * LOG2E, Tq, Hkv, rows, G=H // Hkv,
-        P=P, SINK=sink_k is not None, **c, **options)
-    c, options = config("dkv", kind_of(q, k), d)
+        P=P, SINK=sink_k is not None, **c)
+    c = config("dkv", kind_of(q, k), d)
     dkv_kernel[B * Hkv, triton.cdiv(S, c["BLOCK_N"])](
         *tiles(c["BLOCK_M"], Hkv, c, q), k, v, *tiles(c["BLOCK_M"], Hkv, c, do),
         *tiles(c["BLOCK_N"], 0, c, dk_acc, dv_acc), lse2, delta, start, stop, d ** -0.5,
         d ** -0.5 * LOG2E, Tq, S, Hkv, *k.stride()[:3], P=P,
-        CHUNK=min(1024, triton.next_power_of_2(Tq)), **c, **options)
+        CHUNK=min(1024, triton.next_power_of_2(Tq)), **c)
     return dq
 
 

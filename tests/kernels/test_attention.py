@@ -8,10 +8,10 @@ from interpreted import DEVICE, GPU
 from kernels import attention as kernels
 
 SMALL = {key: {128: value} for key, value in {
-    ("forward", "group"): (16, 16, 4, 2, False), ("forward", "full"): (32, 16, 4, 2, True),
-    ("forward", "decode"): (16, 32, 4, 2, False), ("dq", "group"): (16, 16, 4, 2, False),
-    ("dq", "full"): (32, 16, 4, 2, True), ("dkv", "group"): (16, 32, 4, 2, False),
-    ("dkv", "full"): (16, 16, 4, 2, True)}.items()}
+    ("forward", "group"): (16, 16, 4, 2), ("forward", "full"): (32, 16, 4, 2),
+    ("forward", "decode"): (16, 32, 4, 2), ("dq", "group"): (16, 16, 4, 2),
+    ("dq", "full"): (32, 16, 4, 2), ("dkv", "group"): (16, 32, 4, 2),
+    ("dkv", "full"): (16, 16, 4, 2)}.items()}
 
 
 @pytest.fixture
