@@ -36,6 +36,7 @@ from torch import Tensor
 from attention import Rows
 from kernels import attention as kernels
 from kernels.attention import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pair
+from kernels.norms import EPS
 from kernels.tape import TapeCache
 from model import Block, Decoder, rotary_tables
 
@@ -343,8 +344,7 @@ def merge(part, part_lse2, out, stride, G: tl.constexpr, SPLITS: tl.constexpr, d
 
 
 def product(x: Tensor, w: Tensor, residual: Tensor | None = None, normed: bool = False,
-            gated: bool = False, out: Tensor | None = None, early: bool = True,
-            eps: float = 1e-6) -> Tensor:
+            gated: bool = False, out: Tensor | None = None, early: bool = True) -> Tensor:
     """x (B, K) @ w (E, K)^T -> (B, E), B <= 16. With `normed`, of the RMSNorm of x, whose gain is
     in w; `gated`, w (2 E, K) gives silu(gate) * up."""
     (B, K), E = x.shape, w.size(0) // (2 if gated else 1)
@@ -353,20 +353,20 @@ def product(x: Tensor, w: Tensor, residual: Tensor | None = None, normed: bool =
     block_k = min(most, max(16, triton.next_power_of_2(triton.cdiv(K, warps))))
     out = x.new_empty(B, E) if out is None else out
     product_kernel[triton.cdiv(E, block_e),](
-        x, w, residual, out, B, E, eps, K=K, NORM=normed, GATED=gated,
+        x, w, residual, out, B, E, EPS, K=K, NORM=normed, GATED=gated,
         RESIDUAL=residual is not None, ROWS=16, BLOCK_E=block_e, WARPS=warps, BLOCK_K=block_k,
         num_warps=warps, **launch(early))
     return out
 
 
-def head(x: Tensor, w: Tensor, early: bool = True, eps: float = 1e-6) -> Tensor:
+def head(x: Tensor, w: Tensor, early: bool = True) -> Tensor:
     """RMSNorm of x (B, K), whose gain is in w (E, K), @ w^T -> (B, E), B <= 64, with NaN for
     infinities."""
     (B, K), E = x.shape, len(w)
     rows = max(16, triton.next_power_of_2(B))
     block_e, block_k, warps, stages = HEAD[rows]
     out = x.new_empty(B, E)
-    head_kernel[triton.cdiv(E, block_e),](x, w, out, B, E, eps, K=K, ROWS=rows, BLOCK_E=block_e,
+    head_kernel[triton.cdiv(E, block_e),](x, w, out, B, E, EPS, K=K, ROWS=rows, BLOCK_E=block_e,
                                           BLOCK_K=block_k, num_warps=warps, num_stages=stages,
                                           **launch(early))
     return out
@@ -383,8 +383,8 @@ class Scratch:
         self.done = cache.new_zeros(B * Hkv, dtype=torch.int32)
 
 
-def attention(qkv: Tensor, layer: Layer, k: Tensor, v: Tensor, rows: Rows, sink, scratch: Scratch,
-              eps: float = 1e-6) -> Tensor:
+def attention(qkv: Tensor, layer: Layer, k: Tensor, v: Tensor, rows: Rows, sink,
+              scratch: Scratch) -> Tensor:
     """Queries as projected, qkv (B, H d), on k, v (B, S, Hkv, d) and the sink (Hkv, d) each, if any
     -> (B, H d). With the token's own keys and values behind them, qkv (B, (H + 2 Hkv) d), on these
     too, which go to the rows' columns of k and v."""
@@ -399,7 +399,7 @@ def attention(qkv: Tensor, layer: Layer, k: Tensor, v: Tensor, rows: Rows, sink,
     attention_kernel[B * Hkv, scratch.splits](
         qkv, layer.q_norm, layer.k_norm, rows.cos, rows.sin, rows.columns, k, v,
         *kernels.tiles(block_n, 0, c, k, v), scratch.part, scratch.lse2, scratch.done, out,
-        rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E, eps, H, Hkv, *k.stride()[:3],
+        rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E, EPS, H, Hkv, *k.stride()[:3],
         G=H // Hkv, OWN=own, SINK=sink is not None, SPLITS=scratch.splits,
         BLOCK_M=max(16, triton.next_power_of_2(H // Hkv)), BLOCK_N=block_n, **c,
         num_warps=warps, num_stages=stages, **launch())

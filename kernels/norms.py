@@ -24,6 +24,7 @@ from torch import Tensor
 
 PROGRAMS = 528  # that share a gain's gradient: four for each of a Hopper GPU's 132 multiprocessors
 STORE_PROGRAMS = 32  # of each head and channel
+EPS = 1e-6  # that of `model.rms_norm`
 # kernel: (tokens, or vectors of d, at a time; warps)
 CONFIGS = {"add_norm": (4, 4), "add_norm_backward": (8, 2), "heads": (16, 1),
            "heads_backward": (16, 4), "store": (32, 4), "take": (32, 4)}
@@ -115,7 +116,7 @@ class Gain:
 
 class AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, weight, gain, eps):
+    def forward(ctx, x, y, weight, gain):
         """x + y, its norm, and x + y again, all (..., D)."""
         D = x.size(-1)
         N = x.numel() // D
@@ -123,7 +124,7 @@ class AddNorm(torch.autograd.Function):
         total, normed = torch.empty_like(x), torch.empty_like(x)
         rstd = x.new_empty(N, dtype=torch.float32)
         c = config("add_norm", D)
-        add_norm_kernel[triton.cdiv(N, c["ROWS"]),](x, y, weight, total, normed, rstd, N, eps, D=D,
+        add_norm_kernel[triton.cdiv(N, c["ROWS"]),](x, y, weight, total, normed, rstd, N, EPS, D=D,
                                                     **c)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, rstd)
@@ -135,7 +136,7 @@ class AddNorm(torch.autograd.Function):
         """The same gradient for x and y, and the gain's unless it is collected on the side."""
         if dnormed is None:  # in a pass before the last nobody reads the last block
             d = dtotal if dstate is None else dstate if dtotal is None else dtotal + dstate
-            return d, d, None, None, None
+            return d, d, None, None
         (total, rstd), gain, D = ctx.saved_tensors, ctx.gain, dnormed.size(-1)
         out = torch.empty_like(total)
         partial = gain.rows(PROGRAMS)
@@ -144,13 +145,13 @@ class AddNorm(torch.autograd.Function):
             dnormed.contiguous(), *more, total, rstd, gain.weight, out, partial, len(rstd), D=D,
             HAS_TOTAL=dtotal is not None, HAS_STATE=dstate is not None,
             **config("add_norm_backward", D))
-        return out, out, gain.total(partial), None, None
+        return out, out, gain.total(partial), None
 
 
-def add_norm(x: Tensor, y: Tensor, gain: Gain, eps: float = 1e-6) -> tuple[Tensor, ...]:
+def add_norm(x: Tensor, y: Tensor, gain: Gain) -> tuple[Tensor, ...]:
     """x + y (..., D), its RMSNorm, and x + y once more for other readers of the state: their
     gradient then joins inside the backward kernel."""
-    return AddNorm.apply(x, y, gain.weight, gain, eps)
+    return AddNorm.apply(x, y, gain.weight, gain)
 
 
 # ---- heads: norm and rotation -----------------------------------------------------------------
@@ -259,7 +260,7 @@ def add_to_partial(row, sum_a, sum_b, HALF: tl.constexpr, BLOCK: tl.constexpr):
 
 class SplitHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, n_head, q_gain, k_gain, gains, cos, sin, eps):
+    def forward(ctx, x, n_head, q_gain, k_gain, gains, cos, sin):
         """x (..., F d) -> queries (..., H, d), and keys and values (..., Hkv, d) or None."""
         *shape, width = x.shape
         d = q_gain.numel()
@@ -269,10 +270,10 @@ class SplitHeads(torch.autograd.Function):
         q = x.new_empty(*shape, n_head, d)
         k, v = (x.new_empty(*shape, n_kv, d) for _ in range(2)) if n_kv else (None, None)
         c = config("heads", d // 2)
-        heads_kernel[triton.cdiv(N * F, c["ROWS"]),](x, q_gain, k_gain, cos, sin, q, k, v, N, eps,
+        heads_kernel[triton.cdiv(N * F, c["ROWS"]),](x, q_gain, k_gain, cos, sin, q, k, v, N, EPS,
                                                      H=n_head, KV=n_kv, F=F, HALF=d // 2, **c)
         ctx.save_for_backward(x, cos, sin)
-        ctx.gains, ctx.eps = gains, eps
+        ctx.gains = gains
         return q, k, v
 
     @staticmethod
@@ -291,21 +292,21 @@ class SplitHeads(torch.autograd.Function):
             partial = gain.rows(PROGRAMS)
             programs = min(len(partial), triton.cdiv(N * count, c["ROWS"]))
             heads_backward_kernel[programs,](
-                x, gain.weight, cos, sin, grad.contiguous(), dx, partial, N, ctx.eps, first,
+                x, gain.weight, cos, sin, grad.contiguous(), dx, partial, N, EPS, first,
                 COUNT=count, F=F, HALF=d // 2, **c)
             dgains.append(gain.total(partial))
             first += count
         if dy[2] is not None:
             dx.unflatten(-1, (F, d))[..., first:, :] = dy[2]
-        return dx, None, *dgains, None, None, None, None
+        return dx, None, *dgains, None, None, None
 
 
 def split_heads(x: Tensor, n_head: int, q_gain: Gain, k_gain: Gain | None, cos: Tensor,
-                sin: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor | None, Tensor | None]:
+                sin: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(..., F d) -> queries (..., H, d), keys and values (..., Hkv, d), or None where F = H;
     queries and keys normed and rotated by cos, sin (..., d / 2) float32."""
     return SplitHeads.apply(x, n_head, q_gain.weight, k_gain and k_gain.weight, (q_gain, k_gain),
-                            cos, sin, eps)
+                            cos, sin)
 
 
 # ---- the pool's channels, into the cache and out of its gradient -------------------------------
@@ -380,7 +381,7 @@ def columns_of(columns: slice | Tensor) -> tuple[Tensor | None, int, int, bool]:
 
 
 def store(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice | Tensor,
-          k: Tensor, v: Tensor, eps: float = 1e-6):
+          k: Tensor, v: Tensor):
     """Write projected keys and values (2, k, B, T, Hkv d) to `columns` of k, v (k, B, S, Hkv, d),
     the keys normed with gains (k, d) and rotated by cos, sin (B, T, d / 2)."""
     (_, C, B, T, _), (Hkv, d) = projected.shape, k.shape[3:]
@@ -388,12 +389,12 @@ def store(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slic
     columns, first, step, per_row = columns_of(columns)
     options = config("store", d // 2)
     store_kernel[triton.cdiv(N, options["ROWS"]), Hkv, C](
-        projected, gain.weight, cos, sin, k, v, columns, N, eps, T, first, step,
+        projected, gain.weight, cos, sin, k, v, columns, N, EPS, T, first, step,
         *k.stride()[:4], PER_ROW=per_row, KV=Hkv, HALF=d // 2, **options)
 
 
 def take(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice | Tensor,
-         dk: Tensor, dv: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor | None]:
+         dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gradients of `projected` and `gain` (None where its `partial` collects it) out of those of
     the cache, dk and dv, which are zero there afterwards."""
     (_, C, B, T, _), (Hkv, d) = projected.shape, dk.shape[3:]
@@ -404,6 +405,6 @@ def take(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice
     options = config("take", d // 2)
     programs = min(len(partial), triton.cdiv(N, options["ROWS"]))
     take_kernel[programs, Hkv, C](
-        projected, gain.weight, cos, sin, dk, dv, columns, dx, partial, N, eps, T, first, step,
+        projected, gain.weight, cos, sin, dk, dv, columns, dx, partial, N, EPS, T, first, step,
         *dk.stride()[:4], PER_ROW=per_row, KV=Hkv, HALF=d // 2, **options)
     return dx, gain.total(partial)
