@@ -450,8 +450,9 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tens
     return out, lse2
 
 
-def sink_rows(B: int, S: int, H: int, Hkv: int) -> int:
+def sink_rows(q: Tensor, k: Tensor) -> int:
     """Rows of the sink's gradient sums that are enough for any number of queries up to S."""
+    (B, S, Hkv, _), H = k.shape, q.size(2)
     P = triton.next_power_of_2(H // Hkv)
     smallest = min(c[0] for kind in ("group", "full") for c in CONFIGS["dq", kind].values())
     return B * triton.cdiv(S * P, smallest)
@@ -501,8 +502,7 @@ class Attention(torch.autograd.Function):
         dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         dsink, d_sink = None, (None, None)
         if sink_k is not None:
-            rows = sink_rows(*k.shape[:2], q.size(2), k.size(2))
-            dsink = torch.zeros(2, rows, *sink_k.shape, device=q.device)
+            dsink = torch.zeros(2, sink_rows(q, k), *sink_k.shape, device=q.device)
         dq = attention_backward(do, q, k, v, out, lse2, start, stop, sink_k, sink_v, dk, dv, dsink)
         if sink_k is not None:
             d_sink = dsink.sum(1).to(sink_k.dtype).unbind()

@@ -78,7 +78,7 @@ class TapeCache(Cache):
         """`attend`, and each query on one more entry (B, T, Hkv, d) of its own."""
         if not torch.is_grad_enabled():
             return with_own(q, own_k, own_v, self.k[channel], self.v[channel], rows)[0]
-        out, self.link = ReadWithOwn.apply(self.link, q, own_k, own_v, self.tape, channel, rows)
+        out, self.link = Read.apply(self.link, q, self.tape, channel, rows, None, own_k, own_v)
         return out
 
     def first(self, n: int) -> TapeCache:
@@ -158,9 +158,8 @@ class Tape:
     def sink_sums(self, rows: int = 1) -> Tensor:
         """Running sums (C, 2, rows, Hkv, d) of the gradients of the dummy's keys and values."""
         if self.dsink is None:
-            (C, Hkv, d), like = self.sink[0].shape, self.sink[0]
-            dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-            self.dsink = torch.zeros(C, 2, rows, Hkv, d, dtype=dtype, device=like.device)
+            C, Hkv, d = self.sink[0].shape
+            self.dsink = torch.zeros(C, 2, rows, Hkv, d, device=self.k.device)
         return self.dsink
 
     def sink_gradient(self) -> tuple[Tensor, ...]:
@@ -206,31 +205,34 @@ class WriteProjected(torch.autograd.Function):
 
 class Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, link, q, tape, channel, rows, sink):
-        """`attend`, and a new link."""
+    def forward(ctx, link, q, tape, channel, rows, sink, *own):
+        """`attend` or, with each query's own entry, `with_own`; and a new link."""
         ctx.set_materialize_grads(False)
         ctx.tape, ctx.channel, ctx.rows, ctx.sink = tape, channel, rows, sink
         ctx.n, tape.untouched = len(tape.undo), False
-        out, lse2 = triton_attention.attention_forward(
-            q, tape.k[channel], tape.v[channel], rows.start, rows.stop, *(sink or ()))
-        ctx.save_for_backward(q, out, lse2)
+        k, v = tape.k[channel], tape.v[channel]
+        out, lse2 = with_own(q, *own, k, v, rows) if own else triton_attention.attention_forward(
+            q, k, v, rows.start, rows.stop, *(sink or ()))
+        ctx.save_for_backward(q, out, lse2, *own)
         return out, link.clone()
 
     @staticmethod
     def backward(ctx, d_out, d_link):
-        """dq; the gradients of keys, values and sink are added to the tape's."""
+        """dq and the own entries'; the gradients of keys, values and sink are added to the tape's.
+        With the output and the sum of all entries, the others' part is that of any attention."""
         tape, j, rows = ctx.tape, ctx.channel, ctx.rows
         if d_out is None:  # nobody read it: the last block, in a pass before the last
-            return d_link, *(None,) * 5
+            return d_link, *(None,) * (len(ctx.needs_input_grad) - 1)
         tape.rewind(ctx.n)
+        q, out, lse2, *own = ctx.saved_tensors
         k, v, (dk, dv) = tape.k[j], tape.v[j], (total[j] for total in tape.gradient())
-        (q, out, lse2), dsink = ctx.saved_tensors, None
-        if ctx.sink is not None:
-            n_rows = triton_attention.sink_rows(*k.shape[:2], q.size(2), k.size(2))
-            dsink = tape.sink_sums(n_rows)[j]
+        dsink = ctx.sink and tape.sink_sums(triton_attention.sink_rows(q, k))[j]
         dq = triton_attention.attention_backward(d_out, q, k, v, out, lse2, rows.start, rows.stop,
                                                  *(ctx.sink or (None, None)), dk, dv, dsink)
-        return d_link, dq, *(None,) * 4
+        d_own = ()
+        if own:
+            dq, *d_own = own_gradients(d_out, q, *own, out, lse2, dq)
+        return d_link, dq, None, None, None, None, *d_own
 
 
 def with_own(q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor,
@@ -240,31 +242,3 @@ def with_own(q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor,
     few = q.size(1) <= FEW and not torch.is_grad_enabled()
     forward = triton_attention.decode_forward if few else triton_attention.attention_forward
     return merge_own(q, own_k, own_v, *forward(q, k, v, rows.start, rows.stop))
-
-
-class ReadWithOwn(torch.autograd.Function):
-    """`Read`, with an entry (B, T, Hkv, d) of its own for each query."""
-
-    @staticmethod
-    def forward(ctx, link, q, own_k, own_v, tape, channel, rows):
-        ctx.set_materialize_grads(False)
-        ctx.tape, ctx.channel, ctx.rows = tape, channel, rows
-        ctx.n, tape.untouched = len(tape.undo), False
-        out, lse2 = with_own(q, own_k, own_v, tape.k[channel], tape.v[channel], rows)
-        ctx.save_for_backward(q, own_k, own_v, out, lse2)
-        return out, link.clone()
-
-    @staticmethod
-    def backward(ctx, d_out, d_link):
-        """dq and the own key's and value's; those of the cache are added to the tape's. With the
-        output and the sum of all entries, the others' part is that of any attention."""
-        if d_out is None:  # nobody read it
-            return d_link, *(None,) * 6
-        tape, j, rows = ctx.tape, ctx.channel, ctx.rows
-        tape.rewind(ctx.n)
-        q, own_k, own_v, out, lse2 = ctx.saved_tensors
-        k, v, (dk, dv) = tape.k[j], tape.v[j], (total[j] for total in tape.gradient())
-        dq = triton_attention.attention_backward(d_out, q, k, v, out, lse2, rows.start, rows.stop,
-                                                 None, None, dk, dv)
-        grads = own_gradients(d_out, q, own_k, own_v, out, lse2, dq)
-        return d_link, *grads, *(None,) * 3
