@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from decoding import Choice
 from kernels.decode import begin, launch
 
 CHUNK, WARPS = 2048, 4  # ids of a program of `best`, and its warps
@@ -161,15 +162,9 @@ def pick_kernel(logits, stride, top, largest, groups, u, count, ids, B, V, n_chu
     tl.store(ids + b, tl.where(best == BAD, -1, chosen))
 
 
-class FastChoice:
-    """`decoding.Choice` by these kernels."""
-
-    def __init__(self, choice):
-        self.choice = choice
-
-    def __call__(self, logits: Tensor, n: Tensor, out: Tensor):
-        c = self.choice
-        choose(logits[:, :c.n_ids], c.u, n, c.temperature, c.top_k, out)
+def draw(c: Choice, logits: Tensor, n: Tensor, out: Tensor):
+    """What calling the choice does, by these kernels."""
+    choose(logits[:, :c.n_ids], c.u, n, c.temperature, c.top_k, out)
 
 
 def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float, top_k: int | None,
