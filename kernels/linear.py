@@ -98,11 +98,11 @@ def joined(matrices: list[Tensor]) -> Tensor:
 
 def add_product(total: Tensor, a: Tensor, b: Tensor):
     """total += a @ b, summed in total's precision; matrices or batches of them."""
-    add, into = (torch.addmm, total) if a.dim() == 2 else (torch.baddbmm, total)
+    add = torch.addmm if a.dim() == 2 else torch.baddbmm
     if a.dtype == total.dtype:
-        add(into, a, b, out=total)
+        add(total, a, b, out=total)
     elif total.is_cuda:
-        add(into, a, b, out_dtype=total.dtype, out=total)
+        add(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a.to(total.dtype) @ b.to(total.dtype)
 
