@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 import model
-
-LOG2E = 1.4426950408889634
+from kernels.attention import LOG2E
 
 
 def compiled(function):
