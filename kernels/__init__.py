@@ -15,6 +15,8 @@ import torch
 
 import decoding
 from configurator import UserError
+from kernels import graphs
+from kernels.recompute import recomputing
 from model import Decoder
 
 HALF = torch.bfloat16, torch.float16
@@ -59,7 +61,6 @@ def accelerate(model: Decoder, dtype: torch.dtype, compile: bool | None = None,
         if not model.iterates:
             raise UserError(f"recompute=True: kv={model.config.kv} has no passes to compute again; "
                             "it takes systems that iterate")
-        from kernels.recompute import recomputing
         fast.model = recomputing(fast.model, random=not fast.knows_block)
         fast.remarks.append("recomputing")
         if fast.graph and not fast.knows_block:  # in a graph no number is drawn a second time
@@ -82,10 +83,7 @@ class Fast:
         self.plainly = True  # do products need autocast to be in half precision?
         self.knows_block = False  # do kernels stand for it, which draw no random numbers?
         self.remarks: list[str] = []
-        self.decoding = decoding.Decoding
-        if graph:
-            from kernels.graphs import Decoding
-            self.decoding = Decoding
+        self.decoding = graphs.Decoding if graph else decoding.Decoding
 
     def __str__(self):
         """In one line, what is on."""
@@ -120,10 +118,7 @@ class Fast:
     def graphed(self, function: Callable) -> Callable:
         """A function of tensors of fixed shapes, as a CUDA graph where these are on: its first
         calls run as they are, and what later ones return is overwritten by the next."""
-        if not self.graph:
-            return function
-        from kernels.graphs import Graphed
-        return Graphed(function)
+        return graphs.Graphed(function) if self.graph else function
 
     def after_backward(self):
         """Gradients that were added up on the side join .grad; after each backward pass."""
