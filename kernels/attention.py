@@ -200,9 +200,9 @@ def span(part: tl.constexpr, lo, left, right, hi, BLOCK: tl.constexpr, EDGES: tl
 
 @triton.jit
 def forward_kernel(q, k0, k1, v0, v1, out0, out1, lse2, start, stop, sink_k, sink_v, scale2,
-                   Tq, Hkv, G: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr,
-                   SPLITS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGES: tl.constexpr):
+                   Tq, Hkv, G: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
+                   D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, EDGES: tl.constexpr):
     """out and lse2 of a block of packed rows, by online softmax over its keys (or a share)."""
     d: tl.constexpr = D0 + D1
     b, head = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv
@@ -222,7 +222,7 @@ def forward_kernel(q, k0, k1, v0, v1, out0, out1, lse2, start, stop, sink_k, sin
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc0, acc1 = zeros_pair(BLOCK_M, D0, D1)
     s_sink = m
-    if SINK:  # the online softmax starts from the sink, in the first split
+    if sink_k is not None:  # the online softmax starts from the sink, in the first split
         s_sink = row_dot(q, load_sink(sink_k + head * d, D0, D1), D1) * scale2
         s_sink = tl.where(split == 0, s_sink, -1e30)
         m = s_sink
@@ -244,7 +244,7 @@ def forward_kernel(q, k0, k1, v0, v1, out0, out1, lse2, start, stop, sink_k, sin
             total = total * shrink + tl.sum(p, 1)
             acc0, acc1 = dot_add(p, v, acc0 * shrink[:, None], acc1 * shrink[:, None], D1)
             m = m_new
-    if SINK:
+    if sink_k is not None:
         # its value joins here, not before the loop: accumulators that start from a broadcast row
         # make ptxas serialize all matrix products (its message C7515)
         weight = tl.where(s_sink > -1e30, tl.exp2(s_sink - m), 0.0)[:, None]
@@ -286,8 +286,8 @@ def merge_kernel(part, part_lse2, out, lse2, B, Tq, H, Hkv, G: tl.constexpr, P: 
 @triton.jit
 def dq_kernel(q, out, do, k0, k1, v0, v1, dq0, dq1, lse2, delta, dsink,
               start, stop, sink_k, sink_v, scale, scale2, Tq, Hkv, sink_rows, G: tl.constexpr,
-              P: tl.constexpr, SINK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGES: tl.constexpr):
+              P: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr,
+              BLOCK_N: tl.constexpr, EDGES: tl.constexpr):
     """dq of a block of packed rows; on the way delta = rowsum(do * out), which the next kernel
     needs too, and the block's part of the sink's gradients."""
     d: tl.constexpr = D0 + D1
@@ -306,7 +306,7 @@ def dq_kernel(q, out, do, k0, k1, v0, v1, dq0, dq1, lse2, delta, dsink,
 
     acc0, acc1 = zeros_pair(BLOCK_M, D0, D1)
     ds_sink = row_delta
-    if SINK:  # one more column
+    if sink_k is not None:  # one more column
         p_sink = tl.exp2(row_dot(q, load_sink(sink_k + head * d, D0, D1), D1) * scale2 - lse)
         ds_sink = p_sink * (row_dot(do, load_sink(sink_v + head * d, D0, D1), D1) - row_delta)
         # every block has a row of its own to add to: no atomics, same bits every time
@@ -331,7 +331,7 @@ def dq_kernel(q, out, do, k0, k1, v0, v1, dq0, dq1, lse2, delta, dsink,
                 p = tl.where(visible(begin[:, None], end[:, None], j), p, 0.0)
             ds = p * (dot_t(do, v, D1) - row_delta[:, None])
             acc0, acc1 = dot_add(ds, k, acc0, acc1, D1)
-    if SINK:
+    if sink_k is not None:
         k_sink = load_sink(sink_k + head * d, D0, D1)
         acc0 += ds_sink[:, None] * k_sink[0]
         if D1 > 0:
@@ -442,8 +442,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tens
     sink = [x if x is None else x.contiguous() for x in (sink_k, sink_v)]
     forward_kernel[B * Hkv, triton.cdiv(Tq * P, c["BLOCK_M"]), splits](
         q, *tiles(c["BLOCK_N"], 0, c, k, v), *tiles(c["BLOCK_M"], Hkv, c, part), part_lse2,
-        start, stop, *sink, d ** -0.5 * LOG2E, Tq, Hkv, G=H // Hkv, P=P,
-        SINK=sink_k is not None, SPLITS=splits, **c)
+        start, stop, *sink, d ** -0.5 * LOG2E, Tq, Hkv, G=H // Hkv, P=P, SPLITS=splits, **c)
     if splits > 1:
         merge_kernel[B, Tq, H](part, part_lse2, out, lse2, B, Tq, H, Hkv, G=H // Hkv, P=P,
                                SPLITS=splits, d=d, D=triton.next_power_of_2(d), num_warps=2)
@@ -478,7 +477,7 @@ def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     dq_kernel[B * Hkv, blocks](
         q, out, do, *tiles(c["BLOCK_N"], 0, c, k, v), *tiles(c["BLOCK_M"], Hkv, c, dq), lse2,
         delta, dsink, start, stop, *sink, d ** -0.5, d ** -0.5 * LOG2E, Tq, Hkv, rows, G=H // Hkv,
-        P=P, SINK=sink_k is not None, **c)
+        P=P, **c)
     c = config("dkv", kind_of(q, k), d)
     dkv_kernel[B * Hkv, triton.cdiv(S, c["BLOCK_N"])](
         *tiles(c["BLOCK_M"], Hkv, c, q), k, v, *tiles(c["BLOCK_M"], Hkv, c, do),

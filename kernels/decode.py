@@ -122,9 +122,8 @@ def row_tiles(x, i, exists, K: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.co
 
 @triton.jit
 def product_kernel(x, w, residual, out, B, E, eps, K: tl.constexpr, NORM: tl.constexpr,
-                   GATED: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr,
-                   BLOCK_E: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.constexpr,
-                   EARLY: tl.constexpr):
+                   GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+                   WARPS: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
     """[residual +] [norm of] x @ w^T; GATED: of w (2 E, K), silu(first half) * second half. Warps
     share the inner features, so that a program's weights fit in registers."""
     e, n = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, ROWS)
@@ -137,7 +136,7 @@ def product_kernel(x, w, residual, out, B, E, eps, K: tl.constexpr, NORM: tl.con
     begin(EARLY)
     at, mask = n.to(tl.int64)[:, None] * E + e[None, :], (n < B)[:, None] & (e < E)[None, :]
     y = tl.zeros((ROWS, BLOCK_E), tl.float32)
-    if RESIDUAL:  # now, so that nothing waits for it in the end
+    if residual is not None:  # now, so that nothing waits for it in the end
         y = tl.load(residual + at, mask, 0.0).to(tl.float32)
     rows = row_tiles(x, n, n < B, K, WARPS, BLOCK_K, "")
     acc = tl.zeros((WARPS, ROWS, BLOCK_E), tl.float32)
@@ -233,11 +232,11 @@ def own_key(qkv, i, Hkv, gain, cos, sin, eps, dtype: tl.constexpr, D0: tl.conste
 @triton.jit
 def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k1, v0, v1, part,
                      part_lse2, done, out, start, stop, sink_k, sink_v, scale2, eps, H, Hkv,
-                     stride_b, stride_s, stride_h, G: tl.constexpr, OWN: tl.constexpr,
-                     SINK: tl.constexpr, SPLITS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-                     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                     EARLY: tl.constexpr):
-    """A share of the keys of one row and key-value head; BLOCK_M >= G packed queries."""
+                     stride_b, stride_s, stride_h, G: tl.constexpr, SPLITS: tl.constexpr,
+                     D0: tl.constexpr, D1: tl.constexpr, BLOCK_D: tl.constexpr,
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr):
+    """A share of the keys of one row and key-value head; BLOCK_M >= G packed queries. Without a
+    k_gain, the layer has no keys of its own."""
     d: tl.constexpr = D0 + D1
     dtype: tl.constexpr = keys.dtype.element_ty
     b, head, split = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv, tl.program_id(1)
@@ -246,12 +245,12 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
     share = tl.cdiv(tl.cdiv(end - lo, BLOCK_N), SPLITS) * BLOCK_N  # in whole blocks
     lo += split * share
     hi = tl.minimum(end, lo + share)
-    if SINK:  # never changes
+    if sink_k is not None:  # never changes
         k_sink, v_sink = load_sink(sink_k + head * d, D0, D1), load_sink(sink_v + head * d, D0, D1)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     g = tl.arange(0, BLOCK_M)
-    row = b * (H + 2 * Hkv if OWN else H)  # of qkv, in heads
+    row = b * (H + 2 * Hkv if k_gain is not None else H)  # of qkv, in heads
     cos += b * (d // 2)
     sin += b * (d // 2)
     query = turned(qkv, (row + head * G + g) * d, g < G, q_gain, cos, sin, eps, dtype, D0, D1)
@@ -261,10 +260,10 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc0, acc1 = zeros_pair(BLOCK_M, D0, D1)
     if split == 0:  # keys that are not in the cache
-        if SINK:
+        if sink_k is not None:
             s = row_dot(query, k_sink, D1) * scale2
             m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s, v_sink, D1)
-        if OWN:
+        if k_gain is not None:
             k, v = own_key(qkv, row + H + head, Hkv, k_gain, cos, sin, eps, dtype, D0, D1)
             s = row_dot(query, k, D1) * scale2
             m, total, acc0, acc1 = one_more(m, total, acc0, acc1, s, v, D1)
@@ -353,9 +352,8 @@ def product(x: Tensor, w: Tensor, residual: Tensor | None = None, normed: bool =
     block_k = min(most, max(16, triton.next_power_of_2(triton.cdiv(K, warps))))
     out = x.new_empty(B, E) if out is None else out
     product_kernel[triton.cdiv(E, block_e),](
-        x, w, residual, out, B, E, EPS, K=K, NORM=normed, GATED=gated,
-        RESIDUAL=residual is not None, ROWS=16, BLOCK_E=block_e, WARPS=warps, BLOCK_K=block_k,
-        num_warps=warps, **launch(early))
+        x, w, residual, out, B, E, EPS, K=K, NORM=normed, GATED=gated, ROWS=16, BLOCK_E=block_e,
+        WARPS=warps, BLOCK_K=block_k, num_warps=warps, **launch(early))
     return out
 
 
@@ -400,9 +398,8 @@ def attention(qkv: Tensor, layer: Layer, k: Tensor, v: Tensor, rows: Rows, sink,
         qkv, layer.q_norm, layer.k_norm, rows.cos, rows.sin, rows.columns, k, v,
         *kernels.tiles(block_n, 0, c, k, v), scratch.part, scratch.lse2, scratch.done, out,
         rows.start, rows.stop, sink_k, sink_v, d ** -0.5 * LOG2E, EPS, H, Hkv, *k.stride()[:3],
-        G=H // Hkv, OWN=own, SINK=sink is not None, SPLITS=scratch.splits,
-        BLOCK_M=max(16, triton.next_power_of_2(H // Hkv)), BLOCK_N=block_n, **c,
-        num_warps=warps, num_stages=stages, **launch())
+        G=H // Hkv, SPLITS=scratch.splits, BLOCK_M=max(16, triton.next_power_of_2(H // Hkv)),
+        BLOCK_N=block_n, **c, num_warps=warps, num_stages=stages, **launch())
     return out
 
 

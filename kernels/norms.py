@@ -60,8 +60,7 @@ def add_norm_kernel(x, y, gain, total, normed, rstd, N, eps, D: tl.constexpr, BL
 
 @triton.jit
 def add_norm_backward_kernel(dnormed, dtotal, dstate, total, rstd, gain, out, partial, N,
-                             D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                             HAS_TOTAL: tl.constexpr, HAS_STATE: tl.constexpr):
+                             D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """out = the gradient of x, and of y; this program's part of the gain's joins its row."""
     c = tl.arange(0, BLOCK)
     g = tl.load(gain + c, c < D, 0.0).to(tl.float32)[None, :]
@@ -76,9 +75,9 @@ def add_norm_backward_kernel(dnormed, dtotal, dstate, total, rstd, gain, out, pa
         dgain += d * unit
         d *= g
         d = r * (d - unit * (tl.sum(d * unit, 1) / D)[:, None])
-        if HAS_TOTAL:
+        if dtotal is not None:
             d += tl.load(dtotal + at, mask, 0.0).to(tl.float32)
-        if HAS_STATE:
+        if dstate is not None:
             d += tl.load(dstate + at, mask, 0.0).to(tl.float32)
         tl.store(out + at, d.to(out.dtype.element_ty), mask)
     partial += tl.program_id(0) * D + c
@@ -143,7 +142,6 @@ class AddNorm(torch.autograd.Function):
         more = [None if d is None else d.contiguous() for d in (dtotal, dstate)]
         add_norm_backward_kernel[PROGRAMS,](
             dnormed.contiguous(), *more, total, rstd, gain.weight, out, partial, len(rstd), D=D,
-            HAS_TOTAL=dtotal is not None, HAS_STATE=dstate is not None,
             **config("add_norm_backward", D))
         return out, out, gain.total(partial), None
 
@@ -313,26 +311,25 @@ def split_heads(x: Tensor, n_head: int, q_gain: Gain, k_gain: Gain | None, cos: 
 
 
 @triton.jit
-def slots(columns, n, exists, first, step, T, j, f, stride_c, stride_b, stride_s, stride_h,
-          PER_ROW: tl.constexpr):
-    """Where head f of token n = b T + t stands in channel j of the cache."""
+def slots(columns, n, exists, first, step, T, j, f, stride_c, stride_b, stride_s, stride_h):
+    """Where head f of token n = b T + t stands in channel j of the cache: at a column of its own,
+    or at first + t step."""
     column = first + (n % T) * step
-    if PER_ROW:
+    if columns is not None:
         column = tl.load(columns + n, exists, 0).to(tl.int64)
     return j * stride_c + (n // T) * stride_b + column * stride_s + f * stride_h
 
 
 @triton.jit
 def store_kernel(x, gain, cos, sin, keys, values, columns, N, eps, T, first, step,
-                 stride_c, stride_b, stride_s, stride_h, PER_ROW: tl.constexpr, KV: tl.constexpr,
-                 HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+                 stride_c, stride_b, stride_s, stride_h, KV: tl.constexpr, HALF: tl.constexpr,
+                 BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """One head of one channel of ROWS tokens; x (2, k, N, Hkv d)."""
     d: tl.constexpr = 2 * HALF
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     f, j, k = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     exists = n < N
-    to = slots(columns, n, exists, first, step, T, j, f, stride_c, stride_b, stride_s, stride_h,
-               PER_ROW)
+    to = slots(columns, n, exists, first, step, T, j, f, stride_c, stride_b, stride_s, stride_h)
     a, b = halves(x, ((j * N + n) * KV + f) * d, exists, HALF, BLOCK)
     va, vb = halves(x, (((k + j) * N + n) * KV + f) * d, exists, HALF, BLOCK)
     c, s = angles(cos, sin, n, exists, HALF, BLOCK)
@@ -344,8 +341,8 @@ def store_kernel(x, gain, cos, sin, keys, values, columns, N, eps, T, first, ste
 
 @triton.jit
 def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps, T, first, step,
-                stride_c, stride_b, stride_s, stride_h, PER_ROW: tl.constexpr, KV: tl.constexpr,
-                HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+                stride_c, stride_b, stride_s, stride_h, KV: tl.constexpr, HALF: tl.constexpr,
+                BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """The gradient of store_kernel's x from that of the cache, which is zeroed there."""
     d: tl.constexpr = 2 * HALF
     f, j, k = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
@@ -356,7 +353,7 @@ def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps,
         n = tl.cast(n0, tl.int64) + tl.arange(0, ROWS)
         exists = n < N
         at = slots(columns, n, exists, first, step, T, j, f, stride_c, stride_b, stride_s,
-                   stride_h, PER_ROW)
+                   stride_h)
         row = ((j * N + n) * KV + f) * d
         a, b = halves(x, row, exists, HALF, BLOCK)
         da, db = halves(dkeys, at, exists, HALF, BLOCK)
@@ -373,11 +370,11 @@ def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps,
     add_to_partial(row, sum_a, sum_b, HALF, BLOCK)
 
 
-def columns_of(columns: slice | Tensor) -> tuple[Tensor | None, int, int, bool]:
-    """columns, first, step, per row: as the kernels want them."""
+def columns_of(columns: slice | Tensor) -> tuple[Tensor | None, int, int]:
+    """columns, first, step: as the kernels want them."""
     if isinstance(columns, Tensor):
-        return columns.contiguous(), 0, 1, True
-    return None, columns.start or 0, columns.step or 1, False
+        return columns.contiguous(), 0, 1
+    return None, columns.start or 0, columns.step or 1
 
 
 def store(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice | Tensor,
@@ -386,11 +383,11 @@ def store(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slic
     the keys normed with gains (k, d) and rotated by cos, sin (B, T, d / 2)."""
     (_, C, B, T, _), (Hkv, d) = projected.shape, k.shape[3:]
     N = B * T
-    columns, first, step, per_row = columns_of(columns)
+    columns, first, step = columns_of(columns)
     options = config("store", d // 2)
     store_kernel[triton.cdiv(N, options["ROWS"]), Hkv, C](
         projected, gain.weight, cos, sin, k, v, columns, N, EPS, T, first, step,
-        *k.stride()[:4], PER_ROW=per_row, KV=Hkv, HALF=d // 2, **options)
+        *k.stride()[:4], KV=Hkv, HALF=d // 2, **options)
 
 
 def take(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice | Tensor,
@@ -399,12 +396,12 @@ def take(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice
     the cache, dk and dv, which are zero there afterwards."""
     (_, C, B, T, _), (Hkv, d) = projected.shape, dk.shape[3:]
     N = B * T
-    columns, first, step, per_row = columns_of(columns)
+    columns, first, step = columns_of(columns)
     dx = torch.empty_like(projected)
     partial = gain.rows(STORE_PROGRAMS, Hkv)
     options = config("take", d // 2)
     programs = min(len(partial), triton.cdiv(N, options["ROWS"]))
     take_kernel[programs, Hkv, C](
         projected, gain.weight, cos, sin, dk, dv, columns, dx, partial, N, EPS, T, first, step,
-        *dk.stride()[:4], PER_ROW=per_row, KV=Hkv, HALF=d // 2, **options)
+        *dk.stride()[:4], KV=Hkv, HALF=d // 2, **options)
     return dx, gain.total(partial)

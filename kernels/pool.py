@@ -115,8 +115,8 @@ def gained(unit, gain, b, d0, D, dtype: tl.constexpr, L: tl.constexpr, LP: tl.co
 
 
 @triton.jit
-def unit_kernel(h, rstd, x, N, D, stride, ROUTER: tl.constexpr, FIRST: tl.constexpr,
-                P: tl.constexpr, INPUTS: tl.constexpr, L: tl.constexpr, TOKENS: tl.constexpr,
+def unit_kernel(h, rstd, x, N, D, stride, FIRST: tl.constexpr, P: tl.constexpr,
+                INPUTS: tl.constexpr, L: tl.constexpr, TOKENS: tl.constexpr,
                 BLOCK_D: tl.constexpr):
     """Of TOKENS tokens of one source: 1 / rms, and their unit states where the router reads it."""
     src = tl.program_id(1)
@@ -124,7 +124,7 @@ def unit_kernel(h, rstd, x, N, D, stride, ROUTER: tl.constexpr, FIRST: tl.conste
     state = tile(h[0] + distance(h, src, L), n * stride, n < N, 0, D, BLOCK_D).to(tl.float32)
     r = tl.rsqrt(tl.sum(state * state, 1) / D + 1e-6)
     tl.store(rstd + n * L + src, r, n < N)
-    if ROUTER:  # noqa: SIM102  (without a router, x is None)
+    if x is not None:  # noqa: SIM102  (there is a router)
         if (src >= FIRST) & ((src - FIRST) % P == 0):
             rows = (n * INPUTS + (src - FIRST) // P) * D
             store(x, rows, n < N, 0, D, state * r[:, None], BLOCK_D)
@@ -247,15 +247,15 @@ def of_branch(alpha, scale, turn, n, more, b, alpha_stride, K: tl.constexpr, L: 
 
 @triton.jit
 def of_token(h, rstd, radial, dx, alpha, scale, turn, source, n, more, d0, D, stride,
-             alpha_stride, ROUTER: tl.constexpr, FIRST: tl.constexpr, P: tl.constexpr,
-             INPUTS: tl.constexpr, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr,
-             LP: tl.constexpr, BLOCK_D: tl.constexpr):
+             alpha_stride, FIRST: tl.constexpr, P: tl.constexpr, INPUTS: tl.constexpr,
+             K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr,
+             BLOCK_D: tl.constexpr):
     """States, 1 / rms, radial, what comes from the router, and both branches of token n."""
     src = tl.arange(0, LP)
     exists = (src < L) & more
     x = tile(h[0], source + n * stride, exists, d0, D, BLOCK_D)
     from_router = tl.zeros((LP, BLOCK_D), x.dtype)
-    if ROUTER:
+    if dx is not None:
         read = exists & (src >= FIRST) & ((src - FIRST) % P == 0)
         from_router = tile(dx, (n * INPUTS + (src - FIRST) // P) * D, read, d0, D, BLOCK_D)
     return (x, tl.load(rstd + n * L + src, exists, 0.0)[:, None],
@@ -278,9 +278,9 @@ def gained_gradient(unit, g, branch, dc, n, N, d0, D, b, K: tl.constexpr, KP: tl
 
 @triton.jit
 def states_kernel(h, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, N, D, stride,
-                  alpha_stride, ROUTER: tl.constexpr, FIRST: tl.constexpr, P: tl.constexpr,
-                  INPUTS: tl.constexpr, K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr,
-                  LP: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
+                  alpha_stride, FIRST: tl.constexpr, P: tl.constexpr, INPUTS: tl.constexpr,
+                  K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr,
+                  BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
     """dh (L, N, D) over BLOCK_D columns of this program's tokens, every num_programs(0)-th; their
     sum is added to its rows of dgain. All of a token but dc is asked for while the one before is
     worked on."""
@@ -291,21 +291,20 @@ def states_kernel(h, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, 
     g1 = gain_tile(gain, 1, d0, D, L, LP, BLOCK_D)
     dgain0, dgain1 = tl.zeros((LP, BLOCK_D), tl.float32), tl.zeros((LP, BLOCK_D), tl.float32)
     ahead = of_token(h, rstd, radial, dx, alpha, scale, turn, source,
-                     tl.program_id(0).to(tl.int64), True, d0, D, stride, alpha_stride, ROUTER,
-                     FIRST, P, INPUTS, K, L, KP, LP, BLOCK_D)
+                     tl.program_id(0).to(tl.int64), True, d0, D, stride, alpha_stride, FIRST, P,
+                     INPUTS, K, L, KP, LP, BLOCK_D)
     for i in tl.range(tl.program_id(0), N, step):
         n = tl.cast(i, tl.int64)
         x, r, along, from_router, branch0, branch1 = ahead
         ahead = of_token(h, rstd, radial, dx, alpha, scale, turn, source, n + step, i + step < N,
-                         d0, D, stride, alpha_stride, ROUTER, FIRST, P, INPUTS, K, L, KP, LP,
-                         BLOCK_D)
+                         d0, D, stride, alpha_stride, FIRST, P, INPUTS, K, L, KP, LP, BLOCK_D)
         unit = x.to(tl.float32) * r
         du0 = gained_gradient(unit, g0, branch0, dc, n, N, d0, D, 0, K, KP, BLOCK_D)
         dgain0 += unit * du0
         du1 = gained_gradient(unit, g1, branch1, dc, n, N, d0, D, 1, K, KP, BLOCK_D)
         dgain1 += unit * du1
         du = g0 * du0 + g1 * du1
-        if ROUTER:
+        if dx is not None:
             du += from_router.to(tl.float32)
             if WHOLE:  # otherwise radial_kernel was there before
                 along += tl.sum(from_router.to(tl.float32) * unit, 1)
@@ -329,7 +328,6 @@ class Shape(NamedTuple):
     K: int  # channels of a branch
     N: int
     P: int  # every P-th source, from FIRST on, is one of the router's INPUTS
-    ROUTER: bool
 
     def of(self, kernel: str) -> tuple[dict, int]:
         """Constants of a kernel and its launch options; and its tokens (or programs)."""
@@ -348,7 +346,7 @@ class Shape(NamedTuple):
         if kernel in ("mix", "weights"):
             c.update(TOKENS=tokens)
         if kernel in ("unit", "states"):
-            c.update(router, ROUTER=self.ROUTER)
+            c.update(router)
         if kernel in ("mix", "states"):
             c.update(WHOLE=c["BLOCK_D"] >= self.D)
         return c, tokens
@@ -370,7 +368,7 @@ def check(states: tuple[Tensor, ...], f: Folded, s: Shape):
     shapes = (2, s.L, s.D), (2, s.K, s.L)
     inputs = len(range((s.L - 1) % s.P, s.L, s.P))
     if (f.gain.shape, f.bias.shape) != shapes or (
-            s.ROUTER and f.router.shape != (2 * s.K * s.L, inputs * s.D)):
+            f.router is not None and f.router.shape != (2 * s.K * s.L, inputs * s.D)):
         raise ValueError(f"gain, bias {shapes} and router {2 * s.K * s.L, inputs * s.D} are needed")
 
 
@@ -381,16 +379,16 @@ def mix_forward(states: tuple[Tensor, ...], f: Folded, s: Shape) -> tuple[Tensor
     new = lambda *shape: h.new_empty(shape, dtype=torch.float32)  # noqa: E731
     rstd, scale = new(s.N, s.L), new(s.N, 2, s.K)
     out = h.new_empty(2, s.K, s.N, s.D)
-    x = h.new_empty(s.N, f.router.size(1)) if s.ROUTER else None
+    x = None if f.router is None else h.new_empty(s.N, f.router.size(1))
     c, tokens = s.of("unit")
     unit_kernel[triton.cdiv(s.N, tokens), s.L](states, rstd, x, s.N, s.D, h.stride(0), **c)
     alpha = f.bias.flatten().to(h.dtype)
-    if s.ROUTER:
+    if f.router is not None:
         alpha = torch.addmm(alpha, x, f.router.mT)
     c, tokens = s.of("mix")
     mix_kernel[triton.cdiv(s.N, tokens),](
         states, rstd, f.gain, alpha, out, scale, s.N, s.D, h.stride(0),
-        alpha.stride(0) if s.ROUTER else 0, **c)
+        0 if f.router is None else alpha.stride(0), **c)
     return out, x, alpha, rstd, scale
 
 
@@ -405,15 +403,15 @@ def mix_backward(dc: Tensor, states: tuple[Tensor, ...], f: Folded, s: Shape, al
     """dh (L, N, D), d alpha (N, 2 k L). The gain's gradient is added to the first rows of dgain
     (`gain_rows` at least, 2, L, D), float32, whose sum it is."""
     h, dc = states[0], dc.contiguous()
-    stride = h.stride(0), alpha.stride(0) if s.ROUTER else 0
+    stride = h.stride(0), 0 if f.router is None else alpha.stride(0)
     dalpha = h.new_empty(s.N, 2 * s.K * s.L)
     turn, radial = torch.empty_like(scale), torch.empty_like(rstd)
     c, tokens = s.of("weights")
     weights_kernel[triton.cdiv(s.N, tokens),](states, rstd, f.gain, alpha, scale, dc, dalpha, turn,
                                               radial, s.N, s.D, *stride, **c)
-    dx = dalpha @ f.router if s.ROUTER else None
+    dx = None if f.router is None else dalpha @ f.router
     states_c, _ = s.of("states")
-    if s.ROUTER and not states_c["WHOLE"]:
+    if f.router is not None and not states_c["WHOLE"]:
         c, tokens = s.of("radial")
         radial_kernel[triton.cdiv(s.N, tokens), c["INPUTS"]](
             states, rstd, dx, radial, s.N, s.D, h.stride(0), **c)
@@ -498,7 +496,7 @@ class Evaluate(torch.autograd.Function):
     def forward(ctx, link, folded, *states):
         f = ctx.folded = folded
         N, D = states[0].shape
-        ctx.shape = Shape(len(states), D, f.bias.size(1), N, f.stride, f.router is not None)
+        ctx.shape = Shape(len(states), D, f.bias.size(1), N, f.stride)
         out, *others = mix_forward(states, f, ctx.shape)
         ctx.save_for_backward(*states, out, *others)
         return torch.bmm(out.flatten(0, 1), f.proj.mT)
