@@ -123,8 +123,7 @@ class Fast:
     def after_backward(self):
         """Gradients that were added up on the side join .grad; after each backward pass."""
         if self.twin is not None:
-            from kernels.twin import collect
-            collect(self.twin)
+            self.twin.collect()
 
     def after_step(self):
         """Copies of the weights are renewed; after each step of the optimizers."""

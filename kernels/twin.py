@@ -71,6 +71,15 @@ class Twin:
         a = rms_norm(h, self.norm.weight).flatten(0, -2)
         return head.loss(a, self.embed.weight, self.embed_copy, targets.flatten())
 
+    @torch.no_grad()
+    def collect(self):
+        """Move what was added up on the side into the gradients: the kernels' rows for the gains,
+        and products of few rows."""
+        for module in self.linears:
+            add_waiting(module)
+        for gain in self.gains:
+            gain.collect()
+
 
 def states(self, x: Tensor, rows: Rows, cache: TapeCache | None = None, first: int = 0,
            end: int | None = None) -> list[Tensor]:
@@ -211,13 +220,3 @@ def twin(model: Decoder, dtype: torch.dtype, training: bool, unknown: set[str]) 
     # parameters that are no nn.Linear's meet states in half precision
     other.plainly = not fused or isinstance(model, WhiteMatter) and TwinPool not in bases
     return other
-
-
-@torch.no_grad()
-def collect(model: Decoder):
-    """Move what a twin has added up on the side into the gradients: the kernels' rows for the
-    gains, and products of few rows."""
-    for module in model.linears:
-        add_waiting(module)
-    for gain in model.gains:
-        gain.collect()

@@ -52,7 +52,7 @@ def run(model, other, batch, solver=lambda m, x: solve(m, x).final, times=1):
         loss = other.loss(solver(other, idx), targets)
         loss.backward()
         if other is not model:
-            twin.collect(other)
+            other.collect()
     return loss.detach(), flat
 
 
