@@ -331,22 +331,19 @@ class Shape(NamedTuple):
 
     def of(self, kernel: str) -> tuple[dict, int]:
         """Constants of a kernel and its launch options; and its tokens (or programs)."""
-        first = (self.L - 1) % self.P
-        router = dict(FIRST=first, P=self.P, INPUTS=len(range(first, self.L, self.P)))
         tokens, elements, warps, stages = CONFIGS[kernel]
         if kernel == "mix":  # few tokens, as in decoding, are one for each multiprocessor
             tokens = min(tokens, triton.cdiv(self.N, MULTIPROCESSORS))
         LP, KP = (max(16, triton.next_power_of_2(n)) for n in (self.L, self.K))
         whole = triton.next_power_of_2(self.D)
         c = dict(L=self.L, BLOCK_D=whole, num_warps=warps, num_stages=stages)
-        if kernel in ("unit", "radial"):
-            c.update(router, TOKENS=tokens)
-        else:
+        if kernel not in ("unit", "radial"):
             c.update(K=self.K, KP=KP, LP=LP, BLOCK_D=min(whole, max(16, elements // LP)))
-        if kernel in ("mix", "weights"):
+        if kernel not in ("mix", "weights"):
+            first = (self.L - 1) % self.P
+            c.update(FIRST=first, P=self.P, INPUTS=len(range(first, self.L, self.P)))
+        if kernel != "states":
             c.update(TOKENS=tokens)
-        if kernel in ("unit", "states"):
-            c.update(router)
         if kernel in ("mix", "states"):
             c.update(WHOLE=c["BLOCK_D"] >= self.D)
         return c, tokens
