@@ -5,8 +5,6 @@ Dimensions: B rows, T queries, S cached tokens, C cached channels (L for vanilla
 WhiteMatter), H query heads, Hkv key-value heads, G = H / Hkv, d head size.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,15 +40,15 @@ class Rows:
         """Whole rows, which need no cache? A solver's group is none, even if it is the only one."""
         return isinstance(self.columns, slice) and self.columns == slice(None)
 
-    def at(self, columns: slice) -> Rows:
+    def at(self, columns: slice) -> "Rows":
         return Rows(columns, *(t[:, columns].contiguous() for t in
                                (self.start, self.stop, self.cos, self.sin)))
 
-    def split(self, g: int) -> list[Rows]:
+    def split(self, g: int) -> "list[Rows]":
         """The strided groups {i : i mod g = q}; groups beyond T are left out."""
         return [self.at(slice(q, None, g)) for q in range(min(g, self.start.size(1)))]
 
-    def past(self) -> Rows:
+    def past(self) -> "Rows":
         """The same queries without their own tokens, where they read these."""
         if "past" not in self._kept:
             self._kept["past"] = Rows(self.columns, self.start, self.stop - 1, self.cos, self.sin)
@@ -142,16 +140,16 @@ class Cache:
         sink = None if self.sink is None else (self.sink[0][channel], self.sink[1][channel])
         return attend(q, self.k[channel], self.v[channel], rows, sink)
 
-    def first(self, n: int) -> Cache:
+    def first(self, n: int) -> "Cache":
         """A view of the first n columns."""
         return self.of([x[:, :n] for x in self.k], [x[:, :n] for x in self.v])
 
-    def fork(self) -> Cache:
+    def fork(self) -> "Cache":
         """A cache that begins as this one; what it writes while gradients are recorded, this one
         does not see."""
         return self.of(list(self.k), list(self.v))
 
-    def of(self, k: list[Tensor], v: list[Tensor]) -> Cache:
+    def of(self, k: list[Tensor], v: list[Tensor]) -> "Cache":
         """The same cache with these channels."""
         other = copy.copy(self)
         other.k, other.v = k, v

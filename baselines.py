@@ -18,8 +18,6 @@ Dimensions: B rows, T tokens, S cached tokens, L layers, D width, H query heads,
 heads, G = H / Hkv, d head size, E = Hkv d, C channels, p router stride. h[0..L] as in model.py.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ stack on the cache of k channels and one evaluation of the pool.
 Dimensions: B rows, T tokens, D width, V vocabulary, C channels, S columns of the cache.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

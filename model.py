@@ -10,8 +10,6 @@ Hkv key-value heads, d head size, C cached channels (L here, k in WhiteMatter).
 `h[l]` is the state that enters layer l, `h[L]` the residual stream after the last block.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

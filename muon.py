@@ -2,8 +2,6 @@
 Muon: momentum whose matrices are made nearly orthogonal before each step (section 4.1).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

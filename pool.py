@@ -5,8 +5,6 @@ Dimensions: B rows, T tokens, L source layers, D width, k channels, E = Hkv * d 
 key or value, p router stride, L' = ceil(L / p) router inputs.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn as nn
 from torch import Tensor

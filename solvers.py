@@ -13,8 +13,6 @@ that are constants (with `n_nograd = 0`: from the embeddings, which are not), an
 whole pool again, so that the pool's parameters get gradients there too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

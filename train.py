@@ -14,8 +14,6 @@ best-previous.pt), and log.csv, a row per step. SIGTERM, SIGINT (Ctrl-C), SIGHUP
 SIGUSR2 finish the step, save, and exit with 128 + the signal's number.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys

@@ -3,8 +3,6 @@ The one door to what makes a model fast: `accelerate`, which training, sampling,
 benches call. Everything else in this folder is behind it; the paper's files know nothing of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os
@@ -24,7 +22,7 @@ HALF = torch.bfloat16, torch.float16
 
 def accelerate(model: Decoder, dtype: torch.dtype, compile: bool | None = None,
                kernels: bool = True, training: bool = False, graph: bool | None = None,
-               recompute: bool = False) -> Fast:
+               recompute: bool = False) -> "Fast":
     """The model as it runs fastest where it is, computing in dtype; print the result, which says
     what is on.
 

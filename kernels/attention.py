@@ -20,8 +20,6 @@ lse2 (B, Hkv, R) is the base-2 logarithm of a row's sum, -inf for a row that rea
 output is 0).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -13,8 +13,6 @@ The 65,536 values of bfloat16 are in the order of 16-bit integers (`ordered`), t
 Dimensions: B rows, V ids.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

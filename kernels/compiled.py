@@ -3,8 +3,6 @@ What lies between matrix products and attention, as small functions for torch.co
 one or two kernels, and all layers and groups share them.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 

@@ -22,8 +22,6 @@ key-value heads, G = H / Hkv, d head size (its halves are rotated), S columns of
 padded to the 16 that a matrix unit takes. The pieces of attention are those of attention.py.
 """
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from typing import NamedTuple
@@ -381,7 +379,7 @@ class Scratch:
         self.done = cache.new_zeros(B * Hkv, dtype=torch.int32)
 
 
-def attention(qkv: Tensor, layer: Layer, k: Tensor, v: Tensor, rows: Rows, sink,
+def attention(qkv: Tensor, layer: "Layer", k: Tensor, v: Tensor, rows: Rows, sink,
               scratch: Scratch) -> Tensor:
     """Queries as projected, qkv (B, H d), on k, v (B, S, Hkv, d) and the sink (Hkv, d) each, if any
     -> (B, H d). With the token's own keys and values behind them, qkv (B, (H + 2 Hkv) d), on these

@@ -3,8 +3,6 @@ CUDA graphs: many small kernels, which the host launches more slowly than the de
 recorded once and replayed as one. There is one way of recording, `capture`.
 """
 
-from __future__ import annotations
-
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator

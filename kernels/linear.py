@@ -8,8 +8,6 @@ precision: no cast and no sum of its own. Products of few rows wait for each oth
 weight's gradient takes longer than they do.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

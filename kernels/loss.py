@@ -7,8 +7,6 @@ their place, 327 us a chunk on an H200. Compiled kernels, which passed over the 
 and wrote beside it, took 488.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

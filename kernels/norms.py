@@ -15,8 +15,6 @@ Dimensions: N tokens, D width, H query heads, Hkv key-value heads, F = H or H + 
 are projected together, d head size (its halves are rotated), k channels.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -26,8 +26,6 @@ as L tensors (N, D), or views of a stacked one: nothing is copied together. Tile
 (k, D) of one token, L and k padded to LP and KP, powers of two of at least 16, for tl.dot.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -349,7 +347,7 @@ class Shape(NamedTuple):
         return c, tokens
 
 
-def check(states: tuple[Tensor, ...], f: Folded, s: Shape):
+def check(states: tuple[Tensor, ...], f: "Folded", s: Shape):
     """Name what a kernel would silently read wrongly."""
     like = states[0]
     if like.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -369,7 +367,7 @@ def check(states: tuple[Tensor, ...], f: Folded, s: Shape):
         raise ValueError(f"gain, bias {shapes} and router {2 * s.K * s.L, inputs * s.D} are needed")
 
 
-def mix_forward(states: tuple[Tensor, ...], f: Folded, s: Shape) -> tuple[Tensor, ...]:
+def mix_forward(states: tuple[Tensor, ...], f: "Folded", s: Shape) -> tuple[Tensor, ...]:
     """Channels (2, k, N, D), then what the backward needs: x, alpha, rstd, scale."""
     check(states, f, s)
     h = states[0]
@@ -395,7 +393,7 @@ def gain_rows(s: Shape) -> int:
     return min(max(1, programs // triton.cdiv(s.D, c["BLOCK_D"])), s.N)
 
 
-def mix_backward(dc: Tensor, states: tuple[Tensor, ...], f: Folded, s: Shape, alpha: Tensor,
+def mix_backward(dc: Tensor, states: tuple[Tensor, ...], f: "Folded", s: Shape, alpha: Tensor,
                  rstd: Tensor, scale: Tensor, dgain: Tensor) -> tuple[Tensor, ...]:
     """dh (L, N, D), d alpha (N, 2 k L). The gain's gradient is added to the first rows of dgain
     (`gain_rows` at least, 2, L, D), float32, whose sum it is."""

@@ -3,8 +3,6 @@ Less memory for more time: what a group step computes on its way up the stack is
 backward pass, which runs the step again. Kept are the states, which the pool is made of.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

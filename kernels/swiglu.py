@@ -3,8 +3,6 @@ SwiGLU, silu(gate) * up, in Triton. Backward, the gradients of both go where the
 follows reads them as one; compiled kernels made two and concatenated them.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@ gradient of the cache is one running sum in the same layout: reads add to it, a 
 part out. So a backward pass uses a cache up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -81,10 +79,10 @@ class TapeCache(Cache):
         out, self.link = Read.apply(self.link, q, self.tape, channel, rows, None, own_k, own_v)
         return out
 
-    def first(self, n: int) -> TapeCache:
+    def first(self, n: int) -> "TapeCache":
         return TapeCache(self.k_all[:, :, :n], self.v_all[:, :, :n], self.sink, self.folded)
 
-    def fork(self) -> TapeCache:
+    def fork(self) -> "TapeCache":
         """A new tape on the same memory."""
         return TapeCache(self.k_all, self.v_all, self.sink, self.folded)
 

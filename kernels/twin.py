@@ -8,8 +8,6 @@ it does not know stays as it is and runs in plain PyTorch, under autocast. The m
 made of is the reference, and is not changed.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

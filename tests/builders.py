@@ -4,8 +4,6 @@ The real tables are found by the environment variable WHITEMATTER_TOKENIZERS, a 
 qwen3-tokenizer.json, qwen.tiktoken, cl100k_base.tiktoken, encoder.json and vocab.bpe.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """prepare_data.py: the files hold the text and nothing else."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import io

@@ -2,8 +2,6 @@
 The tokenizer.json of Hugging Face, as far as it is a byte-level BPE, by the library of its format.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 

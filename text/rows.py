@@ -2,8 +2,6 @@
 Prepared token files as rows to train on, in an order that a seed and a row's number determine.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import NoneType

@@ -1,7 +1,5 @@
 """documents.py: file formats, and downloads from a server that breaks off, refuses and forgets."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import http.server

@@ -1,7 +1,5 @@
 """tokenizer.py against a literal byte-pair encoding and, where they are, the real tables."""
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import json
