@@ -146,7 +146,7 @@ def pick_kernel(logits, stride, top, largest, groups, u, count, ids, B, V, n_chu
             p = tl.exp((value(key) - highest) / temperature)
             total += tl.sum(tl.where(kept, p, 0.0), 0)
         target, seen = number * total, seen * 0
-        chosen, last = NONE + tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+        chosen, last = tl.full((), NONE, tl.int32), tl.full((), 0, tl.int32)
         before = tl.full((), 0.0, tl.float32)
         for i0 in tl.range(0, n, GROUPS):
             j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
