@@ -320,17 +320,12 @@ def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
     count = n_train + n_val
     start = max(1, int(count * (1 - fraction)))
     wanted = count - start
-    if wanted / 4 <= n_val <= n_train:
+    if wanted / 4 <= n_val <= max(n_train, 1.5 * wanted):
         return
-    with open(val, "rb") as source, open(train, "ab") as target:
-        shutil.copyfileobj(source, target)
-    os.truncate(val, 0)
-    lone = document_start(train, tokenizer, count - 1) == 0
-    if lone or count > FEW:  # of so many, the last ones are hardly copies
-        whole = document_start(train, tokenizer, start)
-        cut = count >= LONG and (whole == 0 or count - whole > 4 * wanted)
-    else:
-        ids = read_ids(train, tokenizer, 0, count)
+    lone = not n_val and document_start(train, tokenizer, count - 1) == 0
+    if count <= FEW and not lone:
+        ids = np.concatenate([read_ids(path, tokenizer, 0, n)
+                              for path, n in ((train, n_train), (val, n_val))])
         texts = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id)[:-1] + 1)
         times = Counter(text.tobytes() for text in texts)
         alone = [i for i, text in enumerate(texts) if times[text.tobytes()] == 1]
@@ -338,10 +333,17 @@ def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
             return
         chosen = min(reversed(alone), key=lambda i: abs(len(texts[i]) - wanted))
         longest = max(alone, key=lambda i: len(texts[i]))
-        cut = len(texts[longest]) >= LONG and not wanted / 4 <= len(texts[chosen]) <= count / 2
+        cut = len(texts[longest]) >= LONG and not (
+            wanted / 4 <= len(texts[chosen]) <= max(count / 2, wanted))
         texts.append(texts.pop(longest if cut else chosen))
         np.concatenate(texts).tofile(train)
         whole = count - len(texts[-1])
+    else:  # of so many, the last ones are hardly copies
+        with open(val, "rb") as source, open(train, "ab") as target:
+            shutil.copyfileobj(source, target)
+        whole = document_start(train, tokenizer, start)
+        cut = count >= LONG and (whole == 0 or count - whole > 4 * wanted)
+    os.truncate(val, 0)
     if not cut:
         if whole > 0:
             move_tail(folder, whole, "val", tokenizer.dtype)

@@ -115,12 +115,13 @@ def test_two_runs_are_byte_identical_and_a_seed_moves_only_the_split(tmp_path):
     assert len(read_texts(out)) + len(read_texts(out, "val")) == 200
 
 
-def test_splits_are_whole_documents_and_copies_stay_on_one_side(tmp_path):
+@pytest.mark.parametrize("fraction", [0.3, 0.8])
+def test_splits_are_whole_documents_and_copies_stay_on_one_side(tmp_path, fraction):
     texts = [f"document {i % 50}" for i in range(200)]
-    out = prep(write_jsonl(tmp_path / "a.jsonl", texts), "--val_fraction=0.3")
+    out = prep(write_jsonl(tmp_path / "a.jsonl", texts), f"--val_fraction={fraction}")
     train, val = read_texts(out), read_texts(out, "val")
     assert sorted(train + val) == sorted(texts)
-    assert 20 < len(val) < 100 and not set(train) & set(val)
+    assert -40 < len(val) - 200 * fraction < 40 and not set(train) & set(val)
 
 
 @pytest.mark.parametrize("count", [2, 3, 10])
