@@ -344,13 +344,17 @@ def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
         whole = document_start(train, tokenizer, start)
         cut = count >= LONG and (whole == 0 or count - whole > 4 * wanted)
     os.truncate(val, 0)
-    if not cut:
-        if whole > 0:
-            move_tail(folder, whole, "val", tokenizer.dtype)
-        return
-    start = max(start, whole + 1)
-    # cut behind white space, or where a character begins; and leave val more than the EOS
-    near = read_ids(train, tokenizer, start - 1, min(start + PART, count - 2))
+    if cut:
+        cut_end(folder, tokenizer, max(start, whole + 1), count)
+    elif whole > 0:
+        move_tail(folder, whole, "val", tokenizer.dtype)
+
+
+def cut_end(folder: Path, tokenizer: Tokenizer, start: int, count: int) -> None:
+    """Move the last of train.bin's `count` tokens, from about `start` on, to val, and end the
+    document that this cuts: behind white space, or where a character begins."""
+    train = folder / "train.bin"
+    near = read_ids(train, tokenizer, start - 1, min(start + PART, count - 2))  # val: not EOS alone
     cuts = itertools.chain(
         (cut for cut, token in enumerate(near, start)
          if tokenizer.decode_bytes([token])[-1:].isspace()),
