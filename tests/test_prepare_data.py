@@ -150,7 +150,7 @@ def test_val_is_no_more_and_not_much_less_than_asked_for(tmp_path, monkeypatch, 
     sizes = {"a": 20, "b": 2000, "c": 5}
     texts = [f"{name} " + "It was a dark night.\n" * sizes[name] for name in names]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    for seed in range(40):
+    for seed in (1, 18, 22, 63, 66):  # which choose nothing, c, a, b and b
         out = prep(source, f"--seed={seed}")
         sides = [read_texts(out, split) for split in ("train", "val")]
         n_train, n_val = (sum(map(len, side)) for side in sides)
