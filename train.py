@@ -98,7 +98,7 @@ class Trainer:
         self.folder, self.meta = load_meta(c.dataset)
         # were parts of the training on other versions of the data set?
         self.again = state is not None and check_data(c, self.meta, state, processes.print)
-        self.tokenizer = carried(self.meta, self.folder)
+        self.tokenizer_files = carried(self.meta, self.folder)
         source = self.path if resumes else c.init_from.removeprefix("auto:")
         self.model_config = model_config(c, self.meta, state, source)
         self.rows = TokenRows(self.folder / "train.bin", self.meta, c.block_size, c.seed)
@@ -180,7 +180,7 @@ class Trainer:
             save_checkpoint(self.path, self.state(best))
             if best:
                 keep_copy(self.path, self.path.with_name("best.pt"))
-            carry_on(self.tokenizer, self.path.parent)
+            carry_on(self.tokenizer_files, self.path.parent)
         self.saved = self.step
         self.log.start_clock()
 

@@ -72,7 +72,7 @@ class Decoding:
     def __init__(self, model: Decoder, h: Tensor, cache: Cache, index: Tensor, start: Tensor,
                  choice: Callable[[Tensor, Tensor, Tensor], None], filled: int = 0):
         self.steps = steps_of(model, cache)
-        self.choice = model.faster(choice) if hasattr(model, "faster") else choice  # a twin?
+        self.choice = model.faster(choice) if hasattr(model, "faster") else choice
         self.index, self.start = index.clone(), start.clone()
         self.n = torch.zeros(1, dtype=torch.long, device=h.device)  # ids chosen before
         self.halves, self.newest = index.new_zeros(2, len(index)), 0

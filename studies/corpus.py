@@ -31,7 +31,7 @@ from pictures import plot, read_log, save
 from running.settings import TrainConfig
 from running.start import model_config
 from studies.jobs import Job, StudyConfig, read_records, study
-from text.rows import SPLITS, load_meta, open_tokens, prepared_again
+from text.rows import SPLITS, load_meta, open_tokens, prepared_since
 
 SEEDS = 1337, 1338, 1339
 RATE = 2e-3  # of config/short.py
@@ -81,11 +81,9 @@ def trained(out: Path, argv: list[str]) -> dict:
             raise UserError(f"{out} was trained with {k}={value}, and the settings say "
                             f"{getattr(wanted, k)}; --folder= names another place for new runs")
     meta = state["meta"]
-    said = prepared_again(load_meta(wanted.dataset)[1], meta)
-    if said or state.get("prepared_again"):
-        when = f"since {out} was trained: {said}" if said else f"between parts of {out}"
-        raise UserError(f"dataset={wanted.dataset} was prepared again {when}; --folder= names "
-                        "another place for new runs")
+    if when := prepared_since(load_meta(wanted.dataset)[1], state):
+        raise UserError(f"{out}: dataset={wanted.dataset} was prepared again {when}; --folder= "
+                        "names another place for new runs")
     test = {"test_digest": meta["test_digest"]} if "test_digest" in meta else {}
     return {"seed": wanted.seed, "learning_rate": wanted.learning_rate, **test}
 

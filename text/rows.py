@@ -125,6 +125,13 @@ def prepared_again(now: dict, then: dict) -> str | None:
     return ", ".join(said) or None
 
 
+def prepared_since(meta: dict, checkpoint: dict) -> str | None:
+    """When a checkpoint's data set, whose meta data are these now, was prepared again, or None."""
+    if said := prepared_again(meta, checkpoint["meta"]):
+        return f"since the training: {said}"
+    return "between parts of the training" if checkpoint.get("prepared_again") else None
+
+
 def note_if_longer(setting: str, n: int, trained: int):
     """Say so where a model reads longer rows than in its training."""
     if n > trained:
@@ -143,8 +150,7 @@ def data_of(checkpoint: dict, out_dir: str, dataset: str | None = None) -> tuple
     if said := other_ids(meta, checkpoint["meta"]):
         raise UserError(f"{folder} has {said[0]}, {out_dir} was trained with {said[1]}: figures of "
                         "other tokens mean nothing")
-    said = prepared_again(meta, checkpoint["meta"])
-    if dataset in (None, trained) and (said or checkpoint.get("prepared_again")):
-        when = f"since the training: {said}" if said else "between parts of the training"
+    when = prepared_since(meta, checkpoint)
+    if dataset in (None, trained) and when:
         print(f"note: {folder} was prepared again {when}; what is scored may have been trained on")
     return folder, meta

@@ -88,7 +88,7 @@ def test_a_run_of_other_settings_or_of_other_data_is_not_recorded(finished):
     out = Path(study.folder, "random", job.name)
     state = load_checkpoint(out)
     save_checkpoint(out / "ckpt.pt", state | {"prepared_again": True})
-    with pytest.raises(UserError, match="dataset=random was prepared again between parts of"):
+    with pytest.raises(UserError, match="dataset=random was prepared again between parts of the"):
         job.record()
     save_checkpoint(out / "ckpt.pt", state)
     path = Path("data/random/meta.json")
