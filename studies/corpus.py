@@ -227,7 +227,8 @@ def plot_schedules(records: list[dict], output: Path):
         ax.imshow(table, cmap="viridis_r", aspect="auto")
         for i, line in enumerate(table):
             for j, x in enumerate(line):
-                ax.text(j, i, f"{x:.4g}" if x == x else "-", ha="center", va="center", fontsize=8,
+                text = "-" if x != x else f"{x}" if isinstance(x, int) else f"{x:#.4g}"
+                ax.text(j, i, text, ha="center", va="center", fontsize=8,
                         bbox=dict(boxstyle="round,pad=0.15", fc="white", ec="none", alpha=0.8))
         ax.set_xticks(range(len(GROUPS)), ["Jacobi", *(f"g={g}" for g in GROUPS[1:])])
         ax.set_yticks(range(len(rows)), [f"{nograd} + {grad}" for grad, nograd in rows])
