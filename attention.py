@@ -15,17 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Sink = tuple[Tensor, Tensor]  # one more key and value (Hkv, d) that every query reads: the dummy
-# pairs of a query and a key that are looked at together: so long prompts need no more memory than
-# their keys and values
+# at most so many pairs of a query and a key are looked at together, so that the memory for a long
+# prompt grows with its length and not with the square of it
 PAIRS = 2**26
 
 
 @dataclass
 class Rows:
-    """Where the queries of a batch stand: column in the cache, document, position.
+    """What attention must know of the queries of a batch: where each stands in the cache, which
+    of its columns it reads, and its rotation.
 
-    Query (b, i) attends to the cached tokens `start[b, i] <= j < stop[b, i]`: an interval is
-    all that causality, the document mask and "a token does not read itself" ever need.
+    Query (b, i) reads the columns `start[b, i] <= j < stop[b, i]`: an interval is all that
+    causality, the document mask and "a token does not read itself" ever need.
     """
 
     columns: slice | Tensor  # of the cache; a tensor (B, T) where every row has its own
@@ -33,11 +34,12 @@ class Rows:
     stop: Tensor
     cos: Tensor  # (B, T, d/2) float32
     sin: Tensor
-    _kept: dict = field(default_factory=dict)  # what is made of them once, for all layers
+    _kept: dict = field(default_factory=dict)  # masks and `past`, made once for all layers
 
     @property
     def complete(self) -> bool:
-        """Whole rows, which need no cache? A solver's group is none, even if it is the only one."""
+        """Whole rows, which have all their keys at hand? `columns` is slice(None) then; a solver's
+        group, even if it is the only one, slice(0, None, 1), is none and reads the cache."""
         return isinstance(self.columns, slice) and self.columns == slice(None)
 
     def at(self, columns: slice) -> "Rows":
@@ -49,7 +51,8 @@ class Rows:
         return [self.at(slice(q, None, g)) for q in range(min(g, self.start.size(1)))]
 
     def past(self) -> "Rows":
-        """The same queries without their own tokens, where they read these."""
+        """The same queries, each reading up to the token before it (of a system that reads itself).
+        """
         if "past" not in self._kept:
             self._kept["past"] = Rows(self.columns, self.start, self.stop - 1, self.cos, self.sin)
         return self._kept["past"]
@@ -66,6 +69,7 @@ class Rows:
         reads = (self.start[:, queries, None] <= j) & (j < self.stop[:, queries, None])
         reads = F.pad(reads, (1, 0), value=True) if sink else reads
         reads = reads.repeat_interleave(n_repeat, dim=1).unsqueeze(1)
+        # not bool, which SDPA would convert in every layer; where all are -inf, it gives 0
         mask = torch.zeros_like(reads, dtype=dtype).masked_fill_(~reads, -torch.inf)
         if keep:
             self._kept[key] = mask
@@ -75,7 +79,8 @@ class Rows:
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink: Sink | None = None) -> Tensor:
     """Attention of q (B, T, H, d) on k, v (B, S, Hkv, d); returns (B, T, H, d).
 
-    A query that may read nothing at all gets 0. Scale 1 / sqrt(d).
+    A query that may read nothing at all gets 0. Scale 1 / sqrt(d). The attention itself is
+    `attend_block`; `in_blocks` only cuts long prompts into blocks of queries.
     """
     return in_blocks(partial(attend_block, sink=sink), rows, q.size(2) // k.size(2), k, v, q)
 
@@ -85,7 +90,7 @@ def in_blocks(block: Callable, rows: Rows, n_repeat: int, k: Tensor, v: Tensor,
     """block(rows, first, keep, k, v, *queries) for as many queries (B, T, ...) at a time as make
     PAIRS, on the keys up to the last column that these can read."""
     (B, T), S = queries[0].shape[:2], k.size(1)
-    # masks that autograd keeps anyway are made once, too; those of all groups are S x S together
+    # a mask serves all layers if autograd keeps it anyway, or if all groups' (S x S) are small
     keep = torch.is_grad_enabled() or B * S * S * n_repeat <= PAIRS
     size = max(1, PAIRS // (B * S * n_repeat))
     if size >= T:
@@ -103,7 +108,7 @@ def in_blocks(block: Callable, rows: Rows, n_repeat: int, k: Tensor, v: Tensor,
 
 def attend_block(rows: Rows, first: int, keep: bool, k: Tensor, v: Tensor, q: Tensor,
                  sink: Sink | None) -> Tensor:
-    """`attend` of those queries of the rows that begin with the one called `first`."""
+    """`attend` of q, which are the queries first, first + 1, ... of the rows."""
     (B, T, H, d), Hkv = q.shape, k.size(2)
     G = H // Hkv
     # the G query heads that share a key-value head become rows: one large product per key head

@@ -1,6 +1,8 @@
 """
 The systems that the paper compares with, as other wirings of the same decoder.
 
+An entry is a token's key and value in one channel of the cache.
+
 A `plan` says of every system which states of a token feed each cached channel, and which channels
 each layer reads. From it follows whether a solver is needed: a layer that reads a channel made of
 deeper states than the one it gets has to wait for them. Then each system is a few lines:
@@ -18,8 +20,7 @@ Dimensions: B rows, T tokens, S cached tokens, L layers, D width, H query heads,
 heads, G = H / Hkv, d head size, E = Hkv d, C channels, p router stride. h[0..L] as in model.py.
 """
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from attention import Cache, Rows, in_blocks
 from configurator import UserError
-from model import SCHEDULES, Decoder, ModelConfig, RMSNorm, rms_norm, rotary_tables, rotate
+from model import Decoder, ModelConfig, RMSNorm, rms_norm, rotary_tables, rotate
 from pool import Branch, WhiteMatter, initial_sources
 
 # ---- plans
@@ -49,7 +50,7 @@ class Layer:
 
     keys: tuple[int, ...]  # channels; several are mixed with weights of the layer's own
     values: tuple[int, ...]
-    own: tuple[int, ...] | None  # states that feed the entry of the token itself; None: not read
+    own: tuple[int, ...] | None  # states behind the token's own entry; None: it is not read
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,14 @@ class Plan:
 
     @property
     def iterates(self) -> bool:
-        """Does a layer read of past tokens what the layers up to it do not know yet?"""
+        """Does a layer read, of past tokens, states deeper than the one that enters it?"""
         return any(self.deepest(layer) > layer for layer in range(len(self.layers)))
 
     @property
     def iterated(self) -> tuple[int, int]:
         """The layers first..end-1 that a solver runs again in every pass: from the lowest that
-        reads something deeper to the layer that the deepest such state enters; or all."""
+        reads something deeper to the layer that the deepest such state enters; all, if none does.
+        """
         L = len(self.layers)
         waiting = [layer for layer in range(L) if self.deepest(layer) > layer]
         if not waiting:
@@ -84,14 +86,14 @@ class Plan:
 def lckv_sources(c: ModelConfig) -> list[int]:
     """a(l): the layer whose keys and values each layer reads; w // 2 layers at the bottom and the
     rest of the w at the top read their own."""
-    last = c.n_layer - 1 - (c.lckv_w - c.lckv_w // 2)  # of the condensed ones
+    last = c.n_layer - 1 - (c.lckv_w - c.lckv_w // 2)  # of those in the middle, which share its
     return [last if c.lckv_w // 2 <= layer < last else layer for layer in range(c.n_layer)]
 
 
 def plan(c: ModelConfig) -> Plan:
     """The connection plan of a system. Raises UserError for one that has none."""
     L = c.n_layer
-    own = [Channel((layer,), (1.0,)) for layer in range(L)]
+    single = [Channel((layer,), (1.0,)) for layer in range(L)]
     same = [Layer((layer,), (layer,), (layer,)) for layer in range(L)]
     if c.kv in ("whitematter", "nofeedback"):
         mixing = "router" if c.router == "dynamic" else "static"
@@ -107,7 +109,7 @@ def plan(c: ModelConfig) -> Plan:
     if c.kv == "lckv":
         reads = lckv_sources(c)
         stored = sorted(set(reads))
-        channels = [own[s] for s in stored]
+        channels = [single[s] for s in stored]
         layers = [Layer((stored.index(s),), (stored.index(s),), (s,) if s == layer else None)
                   for layer, s in enumerate(reads)]
     elif c.kv == "feedback":
@@ -115,7 +117,7 @@ def plan(c: ModelConfig) -> Plan:
         layers = [Layer((0,), (0,), None)] * L
     elif c.kv.startswith("fusedkv"):
         n = L // 2 - 1
-        channels = own[:n + 1]
+        channels = single[:n + 1]
         fused = Layer((0, n), (0, n), (0, n))
         if c.kv == "fusedkv_lite":
             fused = Layer((n,), (0,), (0, n))
@@ -123,46 +125,17 @@ def plan(c: ModelConfig) -> Plan:
     elif c.kv == "recurrent":
         channels, layers = [Channel((layer + 1,), (1.0,)) for layer in range(L)], same
     elif c.kv == "vanilla":
-        channels, layers = own, same
+        channels, layers = single, same
     else:
         raise UserError(f"kv={c.kv}: no plan (baselines.plan) says what its layers read")
     return Plan(tuple(channels), tuple(layers), False)
-
-
-def named(name: str, n_layer: int) -> dict:
-    """The settings of a system of n_layer layers by its short name, such as k16, static1 or lckv4;
-    LCKV's with its published schedule. Raises ValueError for a name that is no system's."""
-    kind, number = re.fullmatch("(.*?)([0-9]*)", name).groups()
-    if number and kind == "k":
-        return dict(kv="whitematter", router="dynamic", n_channels=int(number))
-    if number and kind == "static":
-        return dict(kv="whitematter", router="static", n_channels=int(number))
-    if number and kind == "lckv":
-        groups, nograd, grad = SCHEDULES["lckv"]
-        return dict(kv="lckv", lckv_w=int(number), n_groups=groups, n_nograd=nograd, n_grad=grad)
-    if name in SYSTEMS and name not in ("whitematter", "lckv"):
-        return dict(kv=name, n_channels=n_layer)
-    raise ValueError("no system; choose vanilla, k16 (or another number of channels), static16, "
-                     "lckv4 (or another w), nofeedback, feedback, recurrent, fusedkv, fusedkv_lite")
-
-
-def named_configs(systems: str, sizes):
-    """Copies of a config, ModelConfig or any with its names, by the short names of systems with
-    commas between. Raises UserError for a name that is no system's, or settings that do not fit."""
-    configs = {}
-    for name in systems.split(","):
-        try:
-            configs[name] = replace(sizes, **named(name, sizes.n_layer))
-        except ValueError as error:
-            raise UserError(f"systems={systems}, {name}: {error}") from None
-    return configs
 
 
 # ---- models
 
 
 def projects(p: Plan, layer: int) -> bool:
-    """Has this block keys and values of its own?"""
+    """Does this block project keys and values of its own?"""
     return p.layers[layer].own == (layer,)
 
 
@@ -231,13 +204,8 @@ class NoFeedback(WhiteMatter):
         """`Decoder.attend`, of a channel that mixes the states that entered the layers so far."""
         own[layer] = self.source(h[layer], layer)  # later layers mix it, too
         k, v = self.channel(own, rows.cos, rows.sin)
-        if cache is not None:
-            with torch.no_grad():
-                cache.put(rows.columns, k[None], v[None], layer)
-        if not rows.complete:
-            return cache.attend(q, layer, rows)
-        sink = self.dummy_channel(layer) if self.has_dummy else None
-        return self.attention(q, k, v, rows, sink)
+        sink = self.dummy_channel(layer) if self.has_dummy and rows.complete else None
+        return self.write_and_attend(layer, q, k, v, rows, cache, sink)
 
 
 def mix_up_to(branch: Branch, h: Tensor) -> Tensor:
@@ -272,14 +240,7 @@ class LCKV(Planned):
         channel = self.plan.layers[layer].keys[0]
         if own[-1] is None:
             return cache.attend(q, channel, rows.past())
-        k, v = own[-1]
-        if not rows.complete:  # a part of an iterated row, or a new token
-            cache.put(rows.columns, k[None], v[None], channel)
-            return cache.attend(q, channel, rows)
-        if cache is not None:
-            with torch.no_grad():
-                cache.put(rows.columns, k[None], v[None], channel)
-        return self.attention(q, k, v, rows)
+        return self.write_and_attend(channel, q, *own[-1], rows, cache)
 
     def refill(self, h: list[Tensor], rows: Rows, cache: Cache):
         first, end = self.iterated

@@ -31,11 +31,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import train
-from baselines import build, named, named_configs, plan
+from baselines import build, plan
 from decoding import Choice, check_choice, draws
 from kernels import Fast, accelerate
 from measure.convergence import PrefillConfig, prefill_command, random_model
 from measure.flops import MODES, count_flops, flops_if_known, flops_per_token, peak_flops
+from measure.systems import named, named_configs
 from measure.timing import (
     amount,
     check,

@@ -61,8 +61,9 @@ def prefill(model: Decoder, idx: Tensor, solver: str = "cyclic", passes: int | N
 def step(model: Decoder, cache: Cache, token: Tensor, index: Tensor, start: Tensor) -> Tensor:
     """Decode one token per row (section 3.2) and append it to the cache; returns h[L] (B, D).
 
-    token, index, start (B,): its id, its column in the cache, its document's first column.
+    token, index, start (B,): the ids, their columns in the cache, and where their documents begin.
     """
+    # the columns are a tensor, as rows may differ in length
     rows = model.place(index[:, None], index[:, None], start[:, None])
     h = model.states(model.embed_tokens(token[:, None]), rows, cache)
     if model.iterates:  # other systems write their keys and values on the way up
@@ -85,8 +86,8 @@ class Steps:
         self.model, self.cache, self.filled = model, cache, filled
 
     def __call__(self, ids: Tensor, index: Tensor, start: Tensor, count: Tensor) -> Tensor:
-        """`step`; index, start and count are the next token's then. Id -1, a mark of bad logits, is
-        as good as any."""
+        """`step`; index, start and count become the next token's. An id of -1, the mark of logits
+        that are not finite, at which `generate` stops, is decoded as 0."""
         cache, ids = self.cache, ids.clamp(min=0)
         if self.filled is not None:
             self.filled += 1
@@ -102,7 +103,7 @@ class Steps:
         return self.model.logits(h)
 
     def finish(self):
-        """Nothing goes on beside the step."""
+        """Wait for what goes on beside the step: nothing here."""
 
 
 # ---- the choice of a token

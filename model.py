@@ -11,6 +11,7 @@ Hkv key-value heads, d head size, C cached channels (L here, k in WhiteMatter).
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import Cache, Rows, attend
+from attention import Cache, Rows, Sink, attend
 
 SYSTEMS = ("whitematter", "vanilla", "nofeedback", "lckv", "feedback", "fusedkv", "fusedkv_lite",
            "recurrent")
@@ -51,8 +52,8 @@ class ModelConfig:
     dummy: bool = True  # without it, the first token of a document attends to nothing
     lckv_w: int = 4  # w, layers of lckv that keep their own keys and values
     n_groups: int | None = None  # g of the cyclic schedule; 1 is Jacobi; None: the system's own
-    n_nograd: int | None = None
-    n_grad: int | None = None
+    n_nograd: int | None = None  # passes without gradients, which come first
+    n_grad: int | None = None  # passes with them
 
     def __post_init__(self):
         for name, own in zip(("n_groups", "n_nograd", "n_grad"), SCHEDULES.get(self.kv, (8, 1, 2))):
@@ -130,14 +131,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Block(nn.Module):
     """A Qwen3 decoder block. Only systems that project a layer's own state have k_proj, v_proj."""
 
-    def __init__(self, c: ModelConfig, own_kv: bool):
+    def __init__(self, c: ModelConfig, has_kv: bool):
         super().__init__()
         D, d = c.n_embd, c.head_dim
-        self.own_kv, self.head_dim = own_kv, d
+        self.has_kv, self.head_dim = has_kv, d
         self.attn_norm = RMSNorm(D)
         self.q_norm = RMSNorm(d)
         self.q_proj = nn.Linear(D, c.n_head * d, bias=False)
-        if own_kv:
+        if has_kv:
             self.k_norm = RMSNorm(d)
             self.k_proj = nn.Linear(D, c.n_kv_head * d, bias=False)
             self.v_proj = nn.Linear(D, c.n_kv_head * d, bias=False)
@@ -164,13 +165,17 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Qwen3 language model with tied embedding and head; as it stands, `kv="vanilla"`."""
+    """A Qwen3 language model with tied embedding and head; as it stands, `kv="vanilla"`.
+
+    It has no `forward`: h = solvers.solve(model, idx).final, then `logits(h)` or `loss(h, y)`. Nor
+    has Block: `states` runs its parts, as what a layer attends to is the system's own (`attend`).
+    """
 
     reads_itself = True  # does a query see the key of its own token?
     iterates = False  # does a channel need states that are not known yet (solvers.py)?
-    has_dummy = False  # position 0 belongs to a dummy, documents start at 1
-    sources = slice(0, -1)  # the states h[0..L] that iterated channels are made of
-    attention = staticmethod(attend)  # of queries on keys and values that are all there
+    has_dummy = False  # is position 0 a dummy's, so that documents start at 1?
+    sources = slice(0, -1)  # of the states that a pass returns: those that channels are made of
+    attention = staticmethod(attend)  # on keys and values at hand (on a cache: Cache.attend)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -180,16 +185,16 @@ class Decoder(nn.Module):
                                     for layer in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd)
         self.n_channels = config.n_layer
-        self.iterated = (0, config.n_layer)  # the layers that every pass of a solver runs again
-        self.n_top = 0  # blocks at their top whose output feeds no channel: the last pass's alone
+        self.iterated = (0, config.n_layer)  # first, end: a solver repeats layers first..end-1
+        self.n_top = 0  # of these, so many at the top feed no channel and run in the last pass only
 
     def has_kv(self, layer: int) -> bool:
         """Does this block project keys and values itself?"""
         return True
 
     def init_weights(self):
-        """N(0, 0.02) for every matrix of the blocks and the embedding, 0 for biases (there are none
-        yet), gains at 1."""
+        """N(0, 0.02) for the embedding and every matrix of the blocks; gains are 1 already, and a
+        bias that you add to a layer begins at 0."""
         for module in (self.embed, *self.blocks.modules()):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
@@ -244,7 +249,7 @@ class Decoder(nn.Module):
             block = self.blocks[layer]
             a = block.attn_norm(x)
             q = block.queries(a, rows)  # (B, T, H, d)
-            own.append(block.keys_values(a, rows) if block.own_kv else None)
+            own.append(block.keys_values(a, rows) if block.has_kv else None)
             attended = self.attend(layer, q, h, own, rows, cache)  # (B, T, H, d)
             x = x + block.o_proj(attended.flatten(-2))
             x = x + block.mlp(block.mlp_norm(x))
@@ -253,18 +258,26 @@ class Decoder(nn.Module):
 
     def attend(self, layer: int, q: Tensor, h: list[Tensor], own: list, rows: Rows,
                cache: Cache | None) -> Tensor:
-        """What `layer` reads: attention of its queries, given the states that enter the layers up
-        to this one, and the keys and values that their blocks have projected (`own`; a system may
-        put something else there for later layers).
-
-        Whole rows are complete in themselves and leave copies in the cache, if there is one;
-        single tokens (decoding, no gradients) attend to what the cache holds.
+        """What `layer` reads, (B, T, H, d). q: its queries; h: the states that enter the layers up
+        to this one; own: what each of these has projected, (k, v) or None (a system may leave
+        something else there for later layers).
         """
-        k, v = own[-1]
+        return self.write_and_attend(layer, q, *own[-1], rows, cache)
+
+    def write_and_attend(self, channel: int, q: Tensor, k: Tensor, v: Tensor, rows: Rows,
+                         cache: Cache | None, sink: Sink | None = None) -> Tensor:
+        """Attention on a channel of which k, v (B, T, Hkv, d) are these tokens' own.
+
+        Whole rows are complete in themselves and leave copies in the cache, if there is one; a
+        group of a solver, or a new token, is written to the cache and reads it.
+        """
+        if not rows.complete:
+            cache.put(rows.columns, k[None], v[None], channel)
+            return cache.attend(q, channel, rows)
         if cache is not None:
             with torch.no_grad():
-                cache.put(rows.columns, k[None], v[None], layer)
-        return self.attention(q, k, v, rows) if rows.complete else cache.attend(q, layer, rows)
+                cache.put(rows.columns, k[None], v[None], channel)
+        return self.attention(q, k, v, rows, sink)
 
     # ---- the cache
 
@@ -277,6 +290,11 @@ class Decoder(nn.Module):
         shape = self.n_channels, B, S, self.config.n_kv_head, self.config.head_dim
         k, v = (like.new_zeros(shape, dtype=dtype).unbind() for _ in range(2))
         return Cache(list(k), list(v))
+
+    def pool(self, h: list[Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
+        """P = Pool(H): h[0..L] of finished tokens -> channels (C, B, T, Hkv, d). Only systems that
+        iterate have one (pool.py, baselines.py)."""
+        raise NotImplementedError
 
     def store(self, h: list[Tensor], rows: Rows, cache: Cache):
         """Add finished tokens to the cache, given their states h[0..L] (systems that iterate)."""
@@ -299,11 +317,8 @@ class Decoder(nn.Module):
         tokens are never there at once.
         """
         h, targets = h.flatten(0, -2), targets.flatten()
-        total = 0
-        for chunk in zip(h.split(CHUNK), targets.split(CHUNK)):
-            whole = len(h) <= CHUNK
-            total = total + (self.nats(*chunk) if whole else
-                             checkpoint(self.nats, *chunk, use_reentrant=False))
+        nats = self.nats if len(h) <= CHUNK else partial(checkpoint, self.nats, use_reentrant=False)
+        total = sum(map(nats, h.split(CHUNK), targets.split(CHUNK)))
         return total / (targets != -1).sum().clamp(min=1)
 
     def nats(self, h: Tensor, targets: Tensor) -> Tensor:

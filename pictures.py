@@ -26,11 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baselines import Plan, named_configs, plan
+from baselines import Plan, plan
 from checkpoint import load_checkpoint, load_model
 from decoding import TOLERANCE
 from evaluate import Windows
 from measure.schedules import Schedule
+from measure.systems import named_configs
 from measure.timing import write_whole
 from model import Decoder, ModelConfig, rms_norm
 from running.devices import pick_device

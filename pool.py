@@ -14,11 +14,11 @@ from model import Decoder, ModelConfig, rms_norm, rotary_tables, rotate
 
 
 def initial_sources(n_channels: int, n_sources: int, top_output: bool = False) -> Tensor:
-    """0/1 matrix (k, L): which sources the router's bias selects at the start (section 3.1).
+    """0/1 matrix (k, S): which of S sources the router's bias selects at the start (section 3.1).
 
     k = 1 "top": the last source. 1 < k < L "cyclic": source l feeds channel l mod k.
-    k = L "shifted identity": channel j takes the next source, min(j + 1, L - 1).
-    `top_output`: one of the sources is the final output, so that L is one less for these cases.
+    k = L "shifted identity": channel j takes the next source, min(j + 1, S - 1).
+    `top_output`: the final output is a source, too, so that S = L + 1; else S = L.
     """
     k, S = n_channels, n_sources
     start = torch.zeros(k, S)
@@ -63,7 +63,7 @@ class Branch(nn.Module):
         xi = h[:, :, self.inputs].flatten(2)  # (B, T, L' D), sources in increasing order
         return self.router(xi).unflatten(-1, self.bias.shape) + self.bias
 
-    def channels(self, unit: Tensor) -> Tensor:
+    def forward(self, unit: Tensor) -> Tensor:
         """Sources of unit RMS (B, T, L, D) -> projected channels (k, B, T, E)."""
         h = (unit * self.pre_norm).to(unit.dtype)
         mixed = torch.einsum("btkl,btld->btkd", self.weights(h).to(h.dtype), h)
@@ -89,11 +89,11 @@ class Pool(nn.Module):
         if self.dummy is not None:
             nn.init.normal_(self.dummy, std=0.02)
 
-    def channels(self, h: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, h: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """L states (B, T, D) -> rotated, normed keys and raw values, both (k, B, T, Hkv, d)."""
         unit = rms_norm(torch.stack(h, 2))  # one statistic per source, for both branches
-        k = self.key.channels(unit).unflatten(-1, self.heads)
-        v = self.value.channels(unit).unflatten(-1, self.heads)
+        k = self.key(unit).unflatten(-1, self.heads)
+        v = self.value(unit).unflatten(-1, self.heads)
         return rotate(rms_norm(k, self.key_norm[:, None, None, None]), cos, sin), v
 
 
@@ -109,7 +109,7 @@ class WhiteMatter(Decoder):
         self.n_channels = config.n_channels
         self.has_dummy = config.dummy
         self.sources = slice(0, self.kv_pool.n_sources)
-        # h[L] feeds no channel; but a pool of one's own may read it
+        # h[L] feeds no channel, unless a subclass's `pool` reads it
         self.n_top = int(not config.top_output and type(self).pool is WhiteMatter.pool)
 
     def has_kv(self, layer: int) -> bool:
@@ -122,17 +122,17 @@ class WhiteMatter(Decoder):
     def pool(self, h: list[Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """h[0..L], as `states` returns them (but for h[L], where n_top says that no channel needs
         it) -> channels (k, B, T, Hkv, d)."""
-        return self.kv_pool.channels(h[self.sources], rows.cos, rows.sin)
+        return self.kv_pool(h[self.sources], rows.cos, rows.sin)
 
     def new_cache(self, B: int, S: int, like: Tensor) -> Cache:
-        """It begins with the dummy, which every query reads."""
+        """A cache whose sink, which every query reads, is the dummy's channels."""
         cache = super().new_cache(B, S, like)
         if self.has_dummy:
             cache.sink = self.dummy_channels()
         return cache
 
     def dummy_channels(self) -> tuple[Tensor, Tensor]:
-        """Keys and values (k, Hkv, d) of the dummy: at position 0, its own state everywhere."""
+        """Keys and values (k, Hkv, d) of the dummy, one vector as all states, at position 0."""
         h = self.kv_pool.dummy.expand(1, 1, -1)
         at = torch.zeros(1, 1, dtype=torch.int, device=h.device)
         rows = Rows(slice(None), at, at, *rotary_tables(at, self.config.head_dim))

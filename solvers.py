@@ -8,6 +8,13 @@ that need no iteration, whichever is called; `solve` picks by the model's config
 layers depend on what they produce (LCKV), those below and above them run once, on whole rows; and
 a block whose output feeds no channel (WhiteMatter's last) runs in the last pass only.
 
+In `cyclic`, for each phase, passes without gradients and then passes with them:
+
+    P = Pool(H)                            # refill
+    for each pass, for each group q:
+        H[q] = States(X[q]; P)             # states
+        P[q] = Pool(H[q])                  # store; the groups after q read it
+
 Truncated backpropagation: only the last `n_grad` passes carry gradients. They start from states
 that are constants (with `n_nograd = 0`: from the embeddings, which are not), and project the
 whole pool again, so that the pool's parameters get gradients there too.
@@ -18,10 +25,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attention import Cache, Rows
+from attention import Cache
 from model import Decoder, ModelConfig
 
-States = list[Tensor]  # h[0..L] of some tokens, (B, T, D) each; between passes without h[L]
+# h[0..L] of some tokens, (B, T, D) each; between passes without what feeds no channel, and only
+# those of the layers that are iterated
+States = list[Tensor]
 
 
 @dataclass
@@ -83,27 +92,6 @@ def interleave(parts: list[Tensor], columns: list[slice] | None = None) -> Tenso
     return out
 
 
-def initial(x: Tensor, model: Decoder) -> States:
-    """H(0): what enters the iterated layers, an embedding (B, T, D), as every state there."""
-    first, end = model.iterated
-    return [x] * (end - first + 1)
-
-
-def constant(h: States) -> States:
-    return [x.detach() for x in h]
-
-
-def pool_all(model: Decoder, parts: list[States], groups: list[Rows],
-             whole: Cache | None = None) -> Cache:
-    """P = Pool(H) for all tokens, in a new cache, or in one that begins as `whole`."""
-    x = parts[0][0]
-    cache = whole.fork() if whole is not None else model.new_cache(
-        len(x), sum(h[0].size(1) for h in parts), like=x)
-    for h, rows in zip(parts, groups):
-        model.refill(h, rows, cache)
-    return cache
-
-
 @torch.no_grad()
 def difference(new: list[States], old: list[States], sources: slice) -> float:
     """||new - old|| / ||new|| over the source states, all tokens together (Frobenius)."""
@@ -150,21 +138,24 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
     groups = rows.split(n_groups)
     columns = [group.columns for group in groups]
     first, end = model.iterated
-    below = [model.embed_tokens(idx)]  # (B, T, D)
-    whole = None  # the cache of all layers, if a pass runs but some
-    if end - first < len(model.blocks):
-        whole = model.new_cache(*idx.shape, like=below[0]) if keep_cache else None
-        below = model.states(below[0], rows, whole, 0, first)
+    x = model.embed_tokens(idx)  # (B, T, D)
+    # LCKV: layers below `first` and from `end` on run once, and write to a cache of their own
+    partial = end - first < len(model.blocks)
+    whole = model.new_cache(*idx.shape, like=x) if partial and keep_cache else None
+    below = model.states(x, rows, whole, 0, first) if first else [x]
     xs = [below[-1][:, at].contiguous() for at in columns]  # (B, T/g, D) each
-    parts = [initial(x, model) for x in xs]
+    parts = [[x] * (end - first + 1) for x in xs]  # H(0): the embedding as every state
     report = Report(tol=tol)
-    cache = None
     for records, n_passes, last_phase in phases(n_nograd, n_grad):
         with torch.set_grad_enabled(records):
             if records and report.passes:
-                parts = [constant(h) for h in parts]
-            cache = pool_all(model, parts, groups, whole)
+                parts = [[x.detach() for x in h] for h in parts]  # here gradients end
+            # P = Pool(H), in a new cache: in this phase with gradients, if it records any
+            cache = whole.fork() if whole is not None else model.new_cache(*idx.shape, like=x)
+            for q, group in enumerate(groups):
+                model.refill(parts[q], group, cache)
             for t in range(n_passes):
+                # where nobody compares, the old states may go
                 old = list(parts) if measure or tol is not None else parts
                 # the whole stack in the last pass, which with a tolerance may be any
                 whole_stack = last_phase and (t + 1 == n_passes or tol is not None)
@@ -177,7 +168,7 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
                 report.add(parts, old, model.sources, measure)
                 if not records and report.converged:
                     break
-    if end - first < len(model.blocks):
+    if partial:
         h = [interleave(list(states), columns) for states in zip(*parts)]
         above = model.states(h[-1], rows, whole, end)  # in place: `cache`, a fork, has it, too
         parts = [[*below[:-1], *h, *above[1:]]]

@@ -9,9 +9,10 @@ Train a model of any system: on one CPU, one GPU, or several with torchrun.
 
 A step reads the same tokens whatever the number of processes and accumulation steps. Each process
 clips its gradient before the all-reduce, as the paper does. `out_dir` holds ckpt.pt, all that a
-resumed run needs, best.pt, the one of them with the lowest validation loss (on other rows before:
-best-previous.pt), and log.csv, a row per step. SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 and
-SIGUSR2 finish the step, save, and exit with 128 + the signal's number.
+resumed run needs; best.pt, a copy of the one with the lowest validation loss (which becomes
+best-previous.pt when the validation rows change); and log.csv, a row per step. SIGTERM, SIGINT
+(Ctrl-C), SIGHUP, SIGUSR1 and SIGUSR2 finish the step, save, and exit with 128 + the signal's
+number.
 """
 
 import math

@@ -1,5 +1,5 @@
 # Recurrent Transformer (Oncescu et al., 2026), by the schedule of WhiteMatter;
-# all else as in config/wm16.py
+# all else is default, as in config/wm16.py
 out_dir = "out/recurrent16"
 dataset = "fineweb-edu"
 kv = "recurrent"

@@ -1,4 +1,4 @@
-# the paper's ablation of the router, one channel; all else as in config/wm16.py
+# the paper's ablation of the router, one channel; all else is default, as in config/wm16.py
 out_dir = "out/static16_k1"
 dataset = "fineweb-edu"
 kv = "whitematter"

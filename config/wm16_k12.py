@@ -1,4 +1,4 @@
-# the paper's model with three quarters of the cache; all else as in config/wm16.py
+# the paper's model with three quarters of the cache; all else is default, as in config/wm16.py
 out_dir = "out/wm16_k12"
 dataset = "fineweb-edu"
 kv = "whitematter"

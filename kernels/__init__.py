@@ -131,7 +131,7 @@ class Fast:
 
 # methods that are compiled one by one, by the class that has them: all blocks share their code
 PIECES = {"Block": ("queries", "keys_values", "mlp"), "RMSNorm": ("forward",),
-          "Pool": ("channels",), "Memory": ("forward",)}
+          "Pool": ("forward",), "Memory": ("forward",)}
 
 
 def compile_pieces(model: Decoder) -> Decoder:

@@ -418,7 +418,7 @@ def folded(dtype: torch.dtype, gain: Tensor, *weights: Tensor) -> Tensor:
 
 
 def layer_of(block: Block, dtype: torch.dtype) -> Layer:
-    own = (block.k_proj.weight, block.v_proj.weight) if block.own_kv else ()
+    own = (block.k_proj.weight, block.v_proj.weight) if block.has_kv else ()
     return Layer(folded(dtype, block.attn_norm.weight, block.q_proj.weight, *own),
                  block.q_norm.weight, block.k_norm.weight if own else None, block.o_proj.copy,
                  folded(dtype, block.mlp_norm.weight, block.gate_proj.weight,

@@ -36,17 +36,17 @@ PARTS = {
     "no feedback": ["pool.Branch", "pool.Pool", "baselines.NoFeedback", "baselines.mix_up_to"],
     "recurrent": ["baselines.Recurrent.attend", "baselines.attend_with_own"],
     "decoding": ["decoding.step", "decoding.next_start", "decoding.Steps", "model.Decoder.attend",
-                 "pool.WhiteMatter.attend"],
+                 "model.Decoder.write_and_attend", "pool.WhiteMatter.attend"],
     "choice": ["decoding.choose", "decoding.Choice"],
 }
 FINGERPRINTS = {
     "attention": "2c7ce5a26383ada5",
-    "loss": "2af41e011d3b3369",
-    "block": "418b585eb82b319b",
-    "pool": "0739203731c250fa",
-    "no feedback": "cb2c8927dc4002e8",
+    "loss": "ebd6da25efcd67a2",
+    "block": "53758f679a0f7053",
+    "pool": "b75fe919a0e4b8e7",
+    "no feedback": "f68869cd52a161df",
     "recurrent": "b0e7b242fe31f206",
-    "decoding": "1d456f0d19976ff7",
+    "decoding": "cb9d81087ee73d75",
     "choice": "e7910c5a8155a47b",
 }
 
@@ -162,7 +162,7 @@ def unknown(model: Decoder) -> set[str]:
         check(mixing, owner, *methods)
         if not alike(model.kv_pool, pool) or not pool_fits(pool.n_sources, c.n_embd):
             found.add(mixing)
-    check("decoding", kind, "attend")
+    check("decoding", kind, "attend", "write_and_attend")
     if kind not in (Decoder, WhiteMatter):
         found.add("decoding")
     its = {mixing} if pool is not None else {"recurrent"} if isinstance(model, Recurrent) else set()

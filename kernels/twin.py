@@ -90,11 +90,11 @@ def states(self, x: Tensor, rows: Rows, cache: TapeCache | None = None, first: i
     for layer in range(first, end):
         block = self.blocks[layer]
         parts, k_gain = (block.q_proj,), None
-        if block.own_kv:
+        if block.has_kv:
             parts, k_gain = (block.q_proj, block.k_proj, block.v_proj), block.k_norm.gain
         q, k, v = split_heads(linear(a, *parts), self.config.n_head, block.q_norm.gain, k_gain,
                               rows.cos, rows.sin)
-        own.append((k, v) if block.own_kv else None)
+        own.append((k, v) if block.has_kv else None)
         attended = self.attend(layer, q, h, own, rows, cache).flatten(-2)  # (B, T, H d)
         x, a, _ = add_norm(x, linear(attended, block.o_proj), block.mlp_norm.gain)
         y = linear(swiglu(linear(a, block.gate_proj, block.up_proj)), block.down_proj)
@@ -144,14 +144,11 @@ class TwinNoFeedback:
         keys, values = folded.channels(before + h)[:, 0]
         k, *_ = split_heads(keys, Hkv, Gain(pool.key_norm[layer]), None, rows.cos, rows.sin)
         v = values.unflatten(-1, (Hkv, d))
-        if cache is not None:
-            with torch.no_grad():
-                cache.put(rows.columns, k[None], v[None], layer)
         sink = None
         if self.has_dummy:
             key_norm = pool.key_norm[layer:layer + 1]
             sink = [x[0] for x in through(pool.dummy, folded, key_norm)]
-        return self.attention(q, k, v, rows, sink)
+        return self.write_and_attend(layer, q, k, v, rows, cache, sink)
 
 
 class TwinRecurrent:

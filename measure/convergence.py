@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baselines import build, named_configs
+from baselines import build
 from checkpoint import load_model
 from configurator import UserError, key, parse
 from kernels import Fast, accelerate
 from kernels.graphs import record, steps_of
 from measure.flops import flops_if_known, store_flops
 from measure.schedules import Losses, Schedule, first_within, until_within
+from measure.systems import named_configs
 from measure.timing import amount, check, empty, machine, measure, synchronise, write_results
 from model import Decoder, ModelConfig
 from running.devices import pick_device, pick_dtype

@@ -9,10 +9,11 @@ import torch
 from oracle import document_ids, stack
 from small import SMALL, channels, random_tokens, small_model, with_documents
 
-from baselines import build, lckv_sources, named, plan
+from baselines import build, lckv_sources, plan
 from configurator import parse
 from decoding import step
 from measure.flops import MODES, count_flops, flops_per_token
+from measure.systems import named
 from model import ModelConfig, rotary_tables, rotate
 from running.optimizers import make_optimizers
 from running.settings import TrainConfig

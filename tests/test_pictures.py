@@ -13,10 +13,11 @@ from small import random_tokens, small_model
 
 import bench
 import pictures
-from baselines import named, plan
+from baselines import plan
 from checkpoint import save_checkpoint
 from configurator import UserError, run
 from measure.schedules import Schedule
+from measure.systems import named
 from model import ModelConfig
 from pictures import Connectome, Curve, CurvesConfig
 from solvers import cyclic

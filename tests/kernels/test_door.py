@@ -128,7 +128,7 @@ def plus_one(module, args, out):
     ("block", lambda m: m.blocks.pop(1)),
     ("loss", lambda m: m.embed.register_forward_hook(plus_one)),
     ("loss", lambda m: m.register_forward_pre_hook(lambda *args: None)),
-    ("pool", lambda m: setattr(m.kv_pool, "channels", lambda *args: None)),
+    ("pool", lambda m: setattr(m.kv_pool, "forward", lambda *args: None)),
     ("decoding", lambda m: setattr(m, "attend", lambda *args: None))])
 def test_what_is_changed_on_an_instance_is_noticed(part, change):
     model = small_model()
