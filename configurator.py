@@ -290,7 +290,8 @@ def is_boolean(kind) -> bool:
 
 def read_text(path: str, setting: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # without a mark of the byte order
+        # without a mark of the byte order, with its own line ends
+        return Path(path).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{setting}: cannot read this file as UTF-8 text ({error})") from None
 

@@ -36,7 +36,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -44,12 +44,12 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError, joined, key, parse, run
-from running.signals import REQUESTS, UNFINISHED
+from running.lock import LOCK, Lock, Taken
+from running.signals import REQUESTS, UNFINISHED, say
 from text.documents import FORMATS, Documents, find_files, fineweb_edu, python_documents
 from text.tokenizer import CARRIED, Tokenizer, carry, get_tokenizer, pieces
 
 SPLITS = ("train", "val", "test")
-FEW = 2**24  # tokens that may all be in memory
 LONG = 10_000  # tokens of a document, of which a part is something to measure on
 ROW = 2048  # tokens in a row of test.bin, as in the paper
 PART = 2**18  # characters of a document that are handled at a time
@@ -185,7 +185,8 @@ def encode_batches(
     try:
         waiting: deque = deque()
         for batch in source:
-            waiting.append(pool.submit(work, batch))
+            with deaf():  # it may start a process
+                waiting.append(pool.submit(work, batch))
             if len(waiting) > 2 * processes:
                 yield waiting.popleft().result()
         while waiting:
@@ -195,6 +196,19 @@ def encode_batches(
                         "there is more memory for each") from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """Processes that are started in here never get a Ctrl-C, also not while they import."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def cores() -> int:
@@ -276,13 +290,21 @@ def read_ids(path: Path, tokenizer: Tokenizer, start: int, stop: int) -> np.ndar
     return np.fromfile(path, dtype, stop - start, offset=start * dtype.itemsize)
 
 
-def move_tail(folder: Path, start: int, split: str, dtype: np.dtype) -> None:
-    """Move the tokens of train.bin from `start` on to the end of another split's file."""
+def move(folder: Path, start: int, stop: int, split: str, dtype: np.dtype) -> None:
+    """Move the tokens start..stop of train.bin to the end of another split's file."""
+    to, at, end = (n * dtype.itemsize for n in (start, start, stop))
     with open(folder / "train.bin", "r+b") as source, open(folder / f"{split}.bin", "ab") as target:
-        source.seek(start * dtype.itemsize)
-        while data := source.read(2**24):
+        source.seek(at)
+        while data := source.read(min(2**24, end - at)):
             target.write(data)
-        source.truncate(start * dtype.itemsize)
+            at += len(data)
+        while data := source.read(2**24):  # what is behind them follows up
+            at += len(data)
+            source.seek(to)
+            source.write(data)
+            to += len(data)
+            source.seek(at)
+        source.truncate(to)
 
 
 def document_start(path: Path, tokenizer: Tokenizer, position: int) -> int:
@@ -304,64 +326,66 @@ def take_rows(folder: Path, tokenizer: Tokenizer, split: str, rows: int) -> int:
     if start <= 0:
         raise UserError(f"--{split}_rows={rows} needs more than {rows * ROW} tokens, not {count}")
     whole = document_start(train, tokenizer, start)
-    move_tail(folder, start, split, tokenizer.dtype)
+    move(folder, start, count, split, tokenizer.dtype)
     if whole == 0:
         raise UserError(f"--{split}_rows={rows} leaves no whole document to train on")
     os.truncate(train, whole * tokenizer.dtype.itemsize)
     return start - whole
 
 
+def spans(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[int, int, bytes]]:
+    """Start, end and a digest of each document of a file."""
+    start, at, digest = 0, 0, hashlib.blake2b(digest_size=16)
+    while len(ids := read_ids(path, tokenizer, at, at + 2**22)):
+        first = 0
+        for end in np.flatnonzero(ids == tokenizer.eos_id) + 1:
+            digest.update(ids[first:end])
+            yield start, at + int(end), digest.digest()
+            start, first, digest = at + int(end), end, hashlib.blake2b(digest_size=16)
+        digest.update(ids[first:])
+        at += len(ids)
+
+
 def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
     """Where chance gave val next to nothing, or more than train, give it about `fraction` of the
-    tokens: a document of which there is no copy, the last ones of a large corpus, or the end of a
-    long one."""
+    tokens: a document of which there is no copy, or the end of a long one."""
     train, val = (folder / f"{split}.bin" for split in SPLITS[:2])
     n_train, n_val = (path.stat().st_size // tokenizer.dtype.itemsize for path in (train, val))
     count = n_train + n_val
-    start = max(1, int(count * (1 - fraction)))
-    wanted = count - start
+    wanted = count - max(1, int(count * (1 - fraction)))
     if wanted / 4 <= n_val <= max(n_train, 1.5 * wanted):
         return
-    lone = not n_val and document_start(train, tokenizer, count - 1) == 0
-    if count <= FEW and not lone:
-        ids = np.concatenate([read_ids(path, tokenizer, 0, n)
-                              for path, n in ((train, n_train), (val, n_val))])
-        texts = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id)[:-1] + 1)
-        times = Counter(text.tobytes() for text in texts)
-        alone = [i for i, text in enumerate(texts) if times[text.tobytes()] == 1]
-        if not alone:
-            return
-        chosen = min(reversed(alone), key=lambda i: abs(len(texts[i]) - wanted))
-        longest = max(alone, key=lambda i: len(texts[i]))
-        cut = len(texts[longest]) >= LONG and not (
-            wanted / 4 <= len(texts[chosen]) <= max(count / 2, wanted))
-        texts.append(texts.pop(longest if cut else chosen))
-        np.concatenate(texts).tofile(train)
-        whole = count - len(texts[-1])
-    else:  # of so many, the last ones are hardly copies
-        with open(val, "rb") as source, open(train, "ab") as target:
-            shutil.copyfileobj(source, target)
-        whole = document_start(train, tokenizer, start)
-        cut = count >= LONG and (whole == 0 or count - whole > 4 * wanted)
+    with open(val, "rb") as source, open(train, "ab") as target:
+        shutil.copyfileobj(source, target)
+    texts = list(spans(train, tokenizer))
+    times = Counter(digest for _, _, digest in texts)
+    alone = [(start, stop) for start, stop, digest in texts if times[digest] == 1]
+    if not alone:
+        os.truncate(train, n_train * tokenizer.dtype.itemsize)
+        return
     os.truncate(val, 0)
-    if cut:
-        cut_end(folder, tokenizer, max(start, whole + 1), count)
-    elif whole > 0:
-        move_tail(folder, whole, "val", tokenizer.dtype)
+    start, stop = min(reversed(alone), key=lambda at: abs(at[1] - at[0] - wanted))
+    first, last = max(alone, key=lambda at: at[1] - at[0])
+    too_long = stop - start > max(count / 2, wanted)
+    if last - first >= LONG and (too_long or stop - start < wanted / 4):
+        cut_end(folder, tokenizer, first, last, wanted)
+    elif not too_long:
+        move(folder, start, stop, "val", tokenizer.dtype)
 
 
-def cut_end(folder: Path, tokenizer: Tokenizer, start: int, count: int) -> None:
-    """Move the last of train.bin's `count` tokens, from about `start` on, to val, and end the
-    document that this cuts: behind white space, or where a character begins."""
-    train = folder / "train.bin"
-    near = read_ids(train, tokenizer, start - 1, min(start + PART, count - 2))  # val: not EOS alone
+def cut_end(folder: Path, tokenizer: Tokenizer, first: int, last: int, wanted: int) -> None:
+    """Move about `wanted` tokens to val from the end of train.bin's document first..last: from
+    behind white space on, or from where a character begins."""
+    start = max(first + 1, last - wanted)
+    # not beyond its last token but EOS: val would have EOS alone
+    near = read_ids(folder / "train.bin", tokenizer, start - 1, min(start + PART, last - 2))
     cuts = itertools.chain(
         (cut for cut, token in enumerate(near, start)
          if tokenizer.decode_bytes([token])[-1:].isspace()),
         (cut for cut, token in enumerate(near[1:], start)
          if not b"\x80" <= tokenizer.decode_bytes([token])[:1] < b"\xc0"))
-    move_tail(folder, next(cuts, start), "val", tokenizer.dtype)
-    with open(train, "ab") as file:
+    move(folder, next(cuts, start), last - 1, "val", tokenizer.dtype)  # both end by an EOS
+    with open(folder / "val.bin", "ab") as file:
         file.write(np.array([tokenizer.eos_id], tokenizer.dtype).tobytes())
 
 
@@ -372,12 +396,15 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
             config: PrepareConfig) -> tuple[Counter, dict]:
     """Write a data set into `out_dir`, all or nothing; counts of what came, and the meta data.
 
-    Raises UserError, also for a corpus without text; then nothing in `out_dir` has changed.
+    Raises UserError, also for a corpus without text or another preparation that is writing there;
+    then nothing in `out_dir` has changed.
     """
     out, itemsize = Path(out_dir), tokenizer.dtype.itemsize
-    new = not out.exists()
+    new, state = not out.exists(), "as it was"
+    lock = Lock(out)
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        for left in out.glob("partial-*"):  # by one that was killed
+            shutil.rmtree(left)
         with tempfile.TemporaryDirectory(prefix="partial-", dir=out) as name:
             folder = Path(name)
             UNFINISHED.add(name)
@@ -397,15 +424,34 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
             }
             (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
             UNFINISHED.remove(name)
-            publish(folder, out, tokens)
+            with held():
+                publish(folder, out, tokens)
+                state = "complete"
     except KeyboardInterrupt:
-        raise UserError(f"interrupted; {out_dir} is as it was") from None
+        raise UserError(f"interrupted; {out_dir} is {state}") from None
     except OSError as error:  # no such rights, disk full
         raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
     finally:
-        if new and out.is_dir() and not any(out.iterdir()):
-            out.rmdir()
+        lock.close()
+        if new and os.listdir(out) == [LOCK]:
+            shutil.rmtree(out)
     return counts, meta
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Signals that arrive in here count afterwards."""
+    received, before = [], {}
+    for number in (getattr(signal, name, None) for name in REQUESTS):
+        if number is not None and signal.getsignal(number) is not None:  # not one of C's
+            before[number] = signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def digest_of(path: Path) -> str:
@@ -421,6 +467,8 @@ def digest_of(path: Path) -> str:
 
 def publish(folder: Path, out: Path, tokens: dict[str, int]) -> None:
     """Move the finished files into place; meta.json last, so that it never describes old ones."""
+    if (folder / CARRIED).exists():
+        (out / CARRIED).mkdir(exist_ok=True)
     (out / "meta.json").unlink(missing_ok=True)
     for split in SPLITS:
         if tokens[split]:
@@ -428,7 +476,6 @@ def publish(folder: Path, out: Path, tokens: dict[str, int]) -> None:
         else:
             (out / f"{split}.bin").unlink(missing_ok=True)
     for path in (folder / CARRIED).glob("*"):  # what else is in OUT/tokenizer is not ours
-        (out / CARRIED).mkdir(exist_ok=True)
         os.replace(path, out / CARRIED / path.name)
     os.replace(folder / "meta.json", out / "meta.json")
 
@@ -457,7 +504,8 @@ def ensure_python(rank: int = 0, seconds: float = 120) -> None:
     prepares it and the others wait. Raises UserError after `seconds`."""
     meta = Path("data/python/meta.json")
     if rank == 0 and not meta.exists():
-        prepare_python()
+        with suppress(Taken):  # another run does
+            prepare_python()
     start = time.monotonic()
     while not meta.exists():
         if time.monotonic() - start > seconds:
@@ -469,6 +517,10 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
     """The corpus that the command line names, and its settings. Raises UserError."""
     argv = joined(argv, PrepareConfig())  # so that values are no corpora
     names = [arg for arg in argv if not arg.startswith("-") and not arg.endswith(".py")]
+    inputs = [arg for arg in argv if arg.startswith("--input=")]
+    if len(inputs) > 1 or not all(arg[len("--input="):].strip() for arg in inputs):
+        raise UserError(f"{' '.join(inputs)}: names no file or is there twice; --input takes one "
+                        "list, --input=a.txt,b.txt, and Python's own English comes without it")
     for name in names:
         if name not in CORPORA and any(arg.startswith("--input=") for arg in argv):
             raise UserError(f"{name}: --input takes one list, --input=a.txt,b.txt, or a pattern in "
@@ -495,7 +547,7 @@ def main(argv: list[str]) -> None:
     """Run the command line. Raises UserError."""
     for number in (getattr(signal, name, None) for name in REQUESTS):
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))  # leaves no part behind
+            signal.signal(number, stop)
     corpus, config = read_command(argv)
     name, documents = corpus, None  # the default corpus needs no reading
     if config.input:
@@ -519,10 +571,17 @@ def main(argv: list[str]) -> None:
               f"in {documents.first}")
 
 
+def stop(number: int, _) -> None:
+    """End by a signal; on the way out what is half written is removed."""
+    say(f"{signal.Signals(number).name}: ends without a new data set")
+    sys.exit(128 + number)
+
+
 def download(config: PrepareConfig, folder: Path) -> list[Path]:
-    """The shards of the paper's corpus. Raises UserError for a network or disk that fails."""
+    """The shards of the paper's corpus. Raises UserError for a network or disk that fails, or if
+    another run downloads them."""
     try:
-        with Progress("download") as progress:
+        with closing(Lock(folder)), Progress("download") as progress:
             return fineweb_edu(folder, config.shards, config.base_url, progress.show)
     except KeyboardInterrupt:
         raise UserError("interrupted; the same command goes on with the download") from None

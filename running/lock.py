@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoint import keep_previous
 from configurator import UserError
 
 try:
@@ -15,10 +14,16 @@ except ImportError:  # on Windows
     fcntl = None
     import msvcrt
 
+LOCK = ".lock"  # a file in the folder
+
+
+class Taken(UserError):
+    """Another run has the folder."""
+
 
 class Lock:
-    """It makes a folder ours until it is closed. Raises UserError if another run has the folder, or
-    if it cannot be written to.
+    """It makes a folder ours until it is closed. Raises Taken if another run has the folder, and
+    UserError if it cannot be written to.
 
     The lock is a file of its own, which stays: systems that refuse to replace or remove an open
     file could not replace a log or a checkpoint that carries it.
@@ -32,7 +37,7 @@ class Lock:
         """Lock the folder of that name as it is now."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.folder / ".lock", "a")
+            self.file = open(self.folder / LOCK, "a")
         except OSError as error:
             raise UserError(f"out_dir={self.folder}: cannot be written to ({error.strerror})"
                             ) from None
@@ -43,7 +48,7 @@ class Lock:
                 msvcrt.locking(self.file.fileno(), msvcrt.LK_NBLCK, 1)
         except (BlockingIOError, PermissionError):
             self.close()
-            raise UserError(f"out_dir={self.folder}: another run is writing there") from None
+            raise Taken(f"out_dir={self.folder}: another run is writing there") from None
         except OSError:
             pass  # a file system without locks
         self.place = os.stat(self.folder)
@@ -57,7 +62,7 @@ class Lock:
         mine, same = os.fstat(self.file.fileno()), False
         try:
             same = os.path.samestat(self.place, os.stat(self.folder))
-            if os.path.samestat(mine, os.stat(self.folder / ".lock")):
+            if os.path.samestat(mine, os.stat(self.folder / LOCK)):
                 return
         except FileNotFoundError:
             pass
@@ -70,6 +75,8 @@ class Lock:
             raise UserError(f"{error}; this run's folder was moved or removed while it went on, "
                             "and its last steps are not saved") from None
         if not same:
+            from checkpoint import keep_previous  # with torch, which a lock does not need
+
             previous = keep_previous(self.folder)
             kept = f"; the run that lay there is kept in {previous}" if previous else ""
             self.say(f"note: {self.folder} was moved or removed; the run goes on in a new one"

@@ -1,8 +1,8 @@
 """
 Where documents come from: files, Python's own documentation, a data set on the network.
 
-A source yields documents, and a document yields its text in strings, so that neither a file nor
-a document need fit into memory.
+A source yields documents, and a document yields its text in strings, so that neither a file nor,
+if it is no line of JSON, a document need fit into memory.
 """
 
 import ast
@@ -41,8 +41,8 @@ PAUSE = 1  # seconds, doubled with every try of a download
 def find_files(names: str) -> list[Path]:
     """The files named by a comma-separated list of files, folders and globs, in order.
 
-    What is hidden in a folder, by a dot before its name, is left out. Raises UserError for a name
-    without a file of one of our FORMATS.
+    What is hidden in a folder, by a dot before its name, is left out; a file that has several
+    names, by links, comes once. Raises UserError for a name without a file of one of our FORMATS.
     """
     files: list[Path] = []
     listed = [names] if os.path.exists(names) else names.split(",")  # a comma in a file's name
@@ -64,7 +64,10 @@ def find_files(names: str) -> list[Path]:
         raise UserError(f"--input={names}: names no file")
     if any(p.suffix.lower() == ".parquet" for p in files):
         import_parquet()  # now, not when the others have been read
-    return list(dict.fromkeys(files))
+    once: dict[str, Path] = {}
+    for path in files:
+        once.setdefault(os.path.realpath(path), path)
+    return list(once.values())
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -171,9 +174,9 @@ class Documents:
 
         try:
             table = parquet.ParquetFile(file)
-            if "text" not in table.schema_arrow.names:
+            if table.schema_arrow.names.count("text") != 1:
                 names = ", ".join(table.schema_arrow.names)
-                raise UserError(f'{path}: no column "text" (its columns are {names})')
+                raise UserError(f'{path}: not one column "text" (its columns are {names})')
             kind = table.schema_arrow.field("text").type
             if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
                 raise UserError(f'{path}: the column "text" holds {kind}, not string')
@@ -218,17 +221,28 @@ def fineweb_edu(folder: Path, shards: int, base_url: str, show: Callable) -> lis
     received = 0
     for i, path in enumerate(paths):
         if not path.exists():
-            for new, have, total in fetch(f"{base_url.rstrip('/')}/{path.name}", path):
+            for new, have, total in fetch(f"{base_url.rstrip('/')}/{path.name}", path, is_parquet):
                 received += new
                 show((i + have / total) / shards, received)
     return paths
 
 
-def fetch(url: str, path: Path, tries: int = 6, timeout: float = 30) -> Iterator[tuple]:
+def is_parquet(path: Path) -> bool:
+    """By the mark that such a file begins and ends with."""
+    with open(path, "rb") as file:
+        begins = file.read(4)
+        file.seek(-min(4, path.stat().st_size), os.SEEK_END)
+        return begins == file.read() == b"PAR1"
+
+
+def fetch(url: str, path: Path, is_right: Callable[[Path], bool], tries: int = 6,
+          timeout: float = 30) -> Iterator[tuple]:
     """Download a file; yields the bytes that are new, had by now, and in all, as they come.
 
     Written to PATH.part, which a later try or run goes on with, and renamed when it has the size
-    that the server told. `tries` without a new byte, ever longer apart, or a refusal: UserError.
+    that the server told and is_right(part). `tries` without a new byte, ever longer apart, a
+    refusal, or something else than was asked for (as of a network that wants a login first):
+    UserError.
     """
     part = path.with_name(path.name + ".part")
     failed = 0
@@ -250,6 +264,10 @@ def fetch(url: str, path: Path, tries: int = 6, timeout: float = 30) -> Iterator
         if failed >= tries:
             raise UserError(f"{url}: {problem}; gave up, the same command goes on from here")
         time.sleep(PAUSE * 2**failed)
+    if not is_right(part):
+        n = part.stat().st_size
+        part.unlink()
+        raise UserError(f"{url}: {n:,} bytes came, but of no {path.suffix[1:]} file; not kept")
     os.replace(part, path)
 
 

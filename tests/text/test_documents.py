@@ -88,9 +88,10 @@ def test_links_are_followed_once_and_what_cannot_be_read_is_named(tmp_path, monk
     try:
         Path("in/more").symlink_to("../elsewhere")
         Path("in/up").symlink_to("..")
+        Path("in/z.txt").symlink_to("a.txt")
     except OSError:
         pytest.skip("no links here")
-    assert {p.name for p in find_files("in")} == {"a.txt", "b.txt", "c.txt"}
+    assert [p.name for p in find_files("in,in/../in/a.txt")] == ["a.txt", "c.txt", "b.txt"]
     real = os.scandir
 
     def scandir(path):
@@ -259,7 +260,7 @@ DATA = bytes(range(256)) * 4096  # 1 MiB
 
 
 def get(server: Server, path: Path, **options) -> list[tuple]:
-    return list(fetch(f"{server.url}/a", path, **options))
+    return list(fetch(f"{server.url}/a", path, lambda part: part.read_bytes() == DATA, **options))
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_stopped(tmp_path, server):
@@ -304,7 +305,7 @@ def test_an_overloaded_server_is_asked_again_and_a_refusal_is_final(tmp_path, se
     get(server, tmp_path / "a")
     assert len(server.asked) == 4 and (tmp_path / "a").read_bytes() == DATA
     with pytest.raises(UserError, match="/data/b: 404"):
-        list(fetch(f"{server.url}/b", tmp_path / "b"))
+        list(fetch(f"{server.url}/b", tmp_path / "b", Path.exists))
     assert len(server.asked) == 5 and not (tmp_path / "b.part").exists()
     server.errors = [503] * 9
     with pytest.raises(UserError, match="503.*gave up"):
@@ -316,18 +317,29 @@ def test_nobody_there_is_an_error_in_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "PAUSE", 0.001)
     monkeypatch.setenv("no_proxy", "*")
     with pytest.raises(UserError, match="http://127.0.0.1:9/x: .*refused.*gave up"):
-        list(fetch("http://127.0.0.1:9/x", tmp_path / "x", tries=2))
+        list(fetch("http://127.0.0.1:9/x", tmp_path / "x", Path.exists, tries=2))
 
 
 def test_shards_that_are_there_are_not_downloaded_again(tmp_path, server, monkeypatch):
     monkeypatch.setattr(documents, "import_parquet", lambda: None)
     for i in range(3):
-        server.files[f"/data/shard_0000{i}.parquet"] = DATA[: 1000 + i]
+        server.files[f"/data/shard_0000{i}.parquet"] = b"PAR1" + DATA[:992 + i] + b"PAR1"
     (tmp_path / "shard_00001.parquet").write_bytes(b"mine")
     shown: list[tuple] = []
     paths = fineweb_edu(tmp_path, 3, server.url + "/", lambda *step: shown.append(step))
-    assert [p.read_bytes() for p in paths] == [DATA[:1000], b"mine", DATA[:1002]]
+    sizes = [p.stat().st_size for p in paths]
+    assert sizes == [1000, 4, 1002] and paths[1].read_bytes() == b"mine"
     assert shown == [(1 / 3, 1000), (1, 2002)] and len(server.asked) == 2
+
+
+@pytest.mark.parametrize("page", [b"<html>Who are you?</html>", b"PAR", b"PAR1 but cut"])
+def test_what_is_not_what_was_asked_for_is_not_kept(tmp_path, server, monkeypatch, page):
+    """A network that wants a login first answers with a page."""
+    monkeypatch.setattr(documents, "import_parquet", lambda: None)
+    server.files["/data/shard_00000.parquet"] = page
+    with pytest.raises(UserError, match=f"shard_00000.parquet: {len(page)} bytes.*no parquet file"):
+        fineweb_edu(tmp_path, 1, server.url, lambda *step: None)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("problem", "message"), [
@@ -370,7 +382,7 @@ def test_the_papers_corpus_from_shards_to_splits(tmp_path, server, capsys):
     assert min(map(len, documents_of_train)) >= 100
     assert "under 100 characters skipped" in capsys.readouterr().out
     assert sorted(p.name for p in (out / "shards").iterdir()) == \
-        ["shard_00000.parquet", "shard_00001.parquet"]
+        [".lock", "shard_00000.parquet", "shard_00001.parquet"]
 
 
 def test_qwen3_is_downloaded_once(tmp_path, server, monkeypatch):

@@ -66,8 +66,11 @@ def test_a_data_set_is_called_by_its_folders_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("data/mine").mkdir(parents=True)
     Path("data/mine/meta.json").write_text("{}")
-    with pytest.raises(UserError, match="dataset=data/mine: the name .* such as mine"):
-        load_meta("data/mine")
+    Path("other").mkdir()
+    Path("other/meta.json").write_text("{}")
+    for name, here in (("data/mine", "mine"), ("other", str(tmp_path / "other"))):
+        with pytest.raises(UserError, match=f"dataset={name}: the name .*; here {here}$"):
+            load_meta(name)
 
 
 @pytest.mark.parametrize("change", [{"dtype": "V0"}, {"dtype": "float16"}, {"dtype": "int16"},

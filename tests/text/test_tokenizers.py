@@ -10,6 +10,7 @@ import sys
 import time
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ from text.tokenizer import (
     GPT2_PATTERN,
     QWEN_PATTERN,
     carried,
+    carry,
     carry_on,
     get_tokenizer,
     other_ids,
@@ -84,6 +86,10 @@ def test_gpt2s_files_encode_as_the_literal_algorithm_and_so_does_a_tokenizer_jso
     assert get_tokenizer(str(tmp_path)).encode(TEXT) == expected  # the tokenizer.json of a folder
     (tmp_path / "tokenizer.json").unlink(missing_ok=True)
     assert get_tokenizer(str(tmp_path)).encode(TEXT) == expected
+    (tmp_path / "encoder.json").rename(tmp_path / "vocab.json")  # as Hugging Face calls them
+    (tmp_path / "vocab.bpe").rename(tmp_path / "merges.txt")
+    for file in (tmp_path, tmp_path / "merges.txt"):
+        assert get_tokenizer(str(file)).encode(TEXT) == expected
 
 
 @pytest.mark.parametrize("kind", ["neox", "gpt2", "qwen3", "llama3", "minimind"])
@@ -109,8 +115,12 @@ def test_a_tokenizer_json_gives_the_ids_of_its_library(tmp_path, kind):
 
 def test_a_tokenizer_json_without_its_library_is_one_clear_message(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="pip install tokenizers"):
+    with pytest.raises(UserError, match="0.20 or later: pip install --upgrade tokenizers"):
         get_tokenizer(write(tmp_path / "tokenizer.json", tokenizer_json(MERGES)))
+    old = SimpleNamespace(Tokenizer=object, __version__="0.19.1")
+    monkeypatch.setitem(sys.modules, "tokenizers", old)
+    with pytest.raises(UserError, match=r"0.20 or later.*here: 0.19.1"):
+        get_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
 def broken(**model) -> dict:
@@ -380,6 +390,31 @@ def test_a_data_set_and_a_checkpoint_that_move_keep_their_tokenizer(tmp_path):
     assert tokenizer_of(meta, out / "ckpt.pt").encode(TEXT) == ids
     with pytest.raises(UserError, match="data.tokenizer.encoder.json: no such file.*--tokenizer"):
         tokenizer_of(meta, data)
+
+
+def test_what_was_loaded_is_what_is_carried(tmp_path):
+    tokenizer = get_tokenizer(write_pair(tmp_path / "mine"))
+    (tmp_path / "mine/vocab.bpe").write_text("half of ano")
+    shutil.rmtree(tmp_path / "mine")
+    carry(tokenizer, tmp_path)
+    assert get_tokenizer(str(tmp_path / "tokenizer")).encode(TEXT) == tokenizer.encode(TEXT)
+
+
+@pytest.mark.parametrize("pattern, kept", [(GPT2_PATTERN, True), (r"\s+|\S+", False)])
+def test_the_table_of_a_name_of_tiktokens_is_carried_where_it_means_the_same(
+        tmp_path, monkeypatch, pattern, kept):
+    """Else it would have to be downloaded again wherever a checkpoint is read."""
+    mine = get_tokenizer(write_pair(tmp_path / "mine"))
+    ranks = {mine.decode_bytes([i]): i for i in range(mine.vocab_size - 1)}
+    special = {"<|endoftext|>": len(ranks)}
+    monkeypatch.setitem(tokenizers.TABLES, len(ranks), (GPT2_PATTERN, special, False))
+    named = tokenizers.build("gpt2", ranks, pattern, special)
+    called = carry(named, tmp_path)
+    assert called == ("tokenizer/gpt2.tiktoken" if kept else "gpt2")
+    if kept:
+        again = get_tokenizer(str(tmp_path / called))
+        assert again.encode(TEXT) == mine.encode(TEXT)
+        assert again.fingerprint() == named.fingerprint()
 
 
 def test_another_tokenizer_of_the_same_size_is_refused_with_both_named(tmp_path):
