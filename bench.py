@@ -218,7 +218,7 @@ def train_command(c: TrainBenchConfig):
 def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
                   dtype: torch.dtype) -> dict:
     """Figures of one system; what they needed is free again afterwards."""
-    empty(device)
+    before = empty(device)
     model = random_model(config, device, c.seed)
     flat = train.flat_gradient(model)
     optimizers = train.make_optimizers(model, train.TrainConfig())
@@ -244,7 +244,8 @@ def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
     for _ in range(3 if fast.graph else 0):
         step()
     r["optimizer"] = measure(step, device, c.warmups, c.trials, x.numel())
-    r["peak_bytes"] = torch.cuda.max_memory_allocated() if device.startswith("cuda") else None
+    r["peak_bytes"] = torch.cuda.max_memory_allocated() - before \
+        if device.startswith("cuda") else None
     return r | time_loss(fast, y, c, device)
 
 
@@ -312,7 +313,8 @@ def kernel_times(function: Callable, device: str) -> dict[str, tuple[float, int]
         kind = kind_of(event.key)
         table[kind] = table[kind][0] + us / 1e3, table[kind][1] + event.count
     total = [sum(column) for column in zip(*table.values())]
-    return dict(sorted(table.items(), key=lambda row: -row[1][0])) | {"sum": tuple(total)}
+    rows = sorted(table.items(), key=lambda row: -row[1][0])
+    return {kind: row for kind, row in rows if row[1]} | {"sum": tuple(total)}
 
 
 # ---- decode: a token

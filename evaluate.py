@@ -40,13 +40,14 @@ from measure.schedules import (
     Schedule,
     first_within,
     schedule_of,
-    until_within,
+    until,
 )
 from measure.timing import check, machine, write_results
 from running.devices import pick_device, pick_dtype
 from text.rows import SPLITS, data_of, note_if_longer, open_tokens, to_device
 
 REFERENCE = (16, 32)  # groups and passes that stand in for decoding there
+GAIN = 0.001  # a pass that lowers the perplexity by so much is not the last one to look at
 
 
 # ---- data
@@ -133,7 +134,8 @@ class PerplexityConfig:
     limit_rows: int | None = key(None, "so many windows only; None: the whole file")
     solver: str | None = key(None, "cyclic, jacobi, autoregressive, or paper: all that its section "
                              "on schedules reports; None: as in training")
-    passes: int | None = key(None, "of cyclic and jacobi; None: as in training (paper: 1 to 6)")
+    passes: int | None = key(None, "of cyclic and jacobi; None: as in training (paper: 1 to as "
+                             "many as it takes, 6 or more)")
     n_groups: int | None = key(None, "g of cyclic; None: as in training")
     exact: bool = key(False, "iterate until converged, whatever passes says")
     tol: float | None = key(None, "relative change of the states at which exact ends; None: 1e-5 "
@@ -195,26 +197,29 @@ def one_score(c: PerplexityConfig, fast: Fast, windows: Windows, schedule: Sched
 def paper_study(c: PerplexityConfig, fast: Fast, windows: Windows) -> dict:
     """The three figures of section "Iteration schedules in training", printed as they come."""
     mc = fast.model.config
-    trained = Schedule("cyclic", c.passes or max(6, mc.n_nograd + mc.n_grad),
-                       c.n_groups or mc.n_groups)
-    by_pass = perplexities(c, fast, windows, trained)
+    g, passes = REFERENCE
+    own = c.n_groups or mc.n_groups
+    by_pass = until(
+        lambda n: perplexities(c, fast, windows, Schedule("cyclic", n, own)),
+        c.passes or max(6, mc.n_nograd + mc.n_grad), c.passes or passes,
+        lambda found: len(found) > 1 and found[-1] > (1 - GAIN) * min(found[:-1]))
     best = min(by_pass)
     n_best = 1 + by_pass.index(best)
-    print(f"perplexity after 1 to {trained.passes} cyclic passes, g={trained.n_groups}: "
+    print(f"perplexity after 1 to {len(by_pass)} cyclic passes, g={own}: "
           + ", ".join(f"{p:.3f}" for p in by_pass))
-    print(f"(1) best, with the schedule of training: {best:.4f} after {n_best} "
-          f"pass{'es' * (n_best > 1)} (training: {mc.n_nograd + mc.n_grad})", flush=True)
-    g, passes = REFERENCE
+    print(f"(1) best, with {f'g={own}' if c.n_groups else 'the groups of training'}: {best:.4f} "
+          f"after {n_best} pass{'es' * (n_best > 1)} (training: {mc.n_nograd + mc.n_grad})",
+          flush=True)
     decoding = perplexities(c, fast, windows, Schedule("cyclic", passes, g), every_pass=False)[-1]
     print(f"(2) {passes} passes of g={g}, in place of decoding: {decoding:.4f} "
           f"({decoding / best - 1:+.2%})", flush=True)
     tp = jacobi_passes(c, fast, windows, best, decoding)
-    needed = {name: first_within(tp, target) for name, target in
-              (("best", best), ("decoding", decoding))}
+    needed = {"best": first_within(tp, best),
+              "decoding": first_within(tp, decoding, lower_too=False)}
     shown = {name: n or f"more than {len(tp)}" for name, n in needed.items()}
     print(f"(3) Jacobi passes to within {CLOSE:.0%} of (1): {shown['best']}; of (2): "
           f"{shown['decoding']}")
-    return {"training_schedule": {"n_groups": trained.n_groups, "perplexities": by_pass,
+    return {"training_schedule": {"n_groups": own, "perplexities": by_pass,
                                   "best": best, "best_passes": n_best},
             "decoding": {"n_groups": g, "passes": passes, "perplexity": decoding},
             "jacobi": {"perplexities": tp, "passes_to_best": needed["best"],
@@ -229,7 +234,8 @@ def perplexities(c: PerplexityConfig, fast: Fast, windows: Windows, schedule: Sc
 
 def jacobi_passes(c: PerplexityConfig, fast: Fast, windows: Windows, best: float,
                   decoding: float) -> list[float]:
-    """Perplexity after each Jacobi pass, until it is within 1 % of both figures, or max_passes.
+    """Perplexity after each Jacobi pass, until it has been within 1 % of both figures (of `best`:
+    or below), or max_passes.
 
     A few windows, iterated until they have converged, tell how many passes the whole file needs.
     """
@@ -237,8 +243,10 @@ def jacobi_passes(c: PerplexityConfig, fast: Fast, windows: Windows, best: float
     few = perplexities(c, fast, windows.first(4 * c.batch_size), Schedule("jacobi", limit))
     hardest = min(best, decoding)
     n = first_within([p * decoding / few[-1] for p in few], hardest) or limit
-    return until_within(lambda passes: perplexities(c, fast, windows, Schedule("jacobi", passes)),
-                        min(n + 2, limit), limit, hardest)
+    return until(
+        lambda passes: perplexities(c, fast, windows, Schedule("jacobi", passes)),
+        min(n + 2, limit), limit,
+        lambda tp: first_within(tp, best) and first_within(tp, decoding, lower_too=False))
 
 
 # ---- the command line

@@ -449,7 +449,7 @@ def convergence(c: ConvergenceConfig):
         for i in at[~reached]:
             ax.annotate("not\nreached", (i, 0.97), xycoords=("data", "axes fraction"), ha="center",
                         va="top", color="#777777", fontsize=8)
-        ax.set(xlabel="g, groups of the cyclic schedule", xlim=(-0.5, len(at) - 0.5))
+        ax.set(xlabel="g, groups of the cyclic schedule", xlim=(-0.8, len(at) - 0.5))
         ax.set_xticks(at, ticks)
         ax.grid(axis="x", visible=False)
     close = "to within 1 % of the exact perplexity" if "exact_perplexity" in results else "as given"
@@ -479,7 +479,7 @@ def draw_perplexities(ax, schedules: list[dict], exact: float):
     ax.set_ylim(bottom=0.02)  # far below the line it does not matter any more
     ax.minorticks_off()
     ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.legend(loc="upper right", fontsize=8)
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
 
 
 # ---- connectome

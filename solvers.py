@@ -142,7 +142,7 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
     # LCKV: layers below `first` and from `end` on run once, and write to a cache of their own
     partial = end - first < len(model.blocks)
     whole = model.new_cache(*idx.shape, like=x) if partial and keep_cache else None
-    below = model.states(x, rows, whole, 0, first) if first else [x]
+    below = model.states(x, rows, whole, 0, first) if partial else [x]
     xs = [below[-1][:, at].contiguous() for at in columns]  # (B, T/g, D) each
     parts = [[x] * (end - first + 1) for x in xs]  # H(0): the embedding as every state
     report = Report(tol=tol)

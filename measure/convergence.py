@@ -22,7 +22,7 @@ from configurator import UserError, key, parse
 from kernels import Fast, accelerate
 from kernels.graphs import record, steps_of
 from measure.flops import flops_if_known, store_flops
-from measure.schedules import Losses, Schedule, first_within, until_within
+from measure.schedules import Losses, Schedule, first_within, until
 from measure.systems import named_configs
 from measure.timing import amount, check, empty, machine, measure, synchronise, write_results
 from model import Decoder, ModelConfig
@@ -122,8 +122,8 @@ def passes_needed(model: Decoder, x: Tensor, y: Tensor, batch_size: int, n_group
                   guess: int, limit: int, exact: float) -> tuple[int | None, list[float]]:
     """Smallest number of passes within 1 % of the exact perplexity (None: more than the limit), and
     the perplexity after each pass up to it."""
-    ppl = until_within(partial(perplexities, model, x, y, batch_size, n_groups), guess, limit,
-                       exact, lower_too=False)
+    ppl = until(partial(perplexities, model, x, y, batch_size, n_groups), guess, limit,
+                lambda found: first_within(found, exact, lower_too=False))
     n = first_within(ppl, exact, lower_too=False)
     return n, ppl[:n]
 

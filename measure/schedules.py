@@ -60,6 +60,8 @@ def schedule_of(c, model: Decoder, dtype: torch.dtype, *more: str) -> Schedule:
         return Schedule("one pass")
     if c.solver == "autoregressive":
         return Schedule(c.solver)
+    if c.solver == "jacobi" and c.n_groups not in (None, 1):
+        raise UserError(f"n_groups={c.n_groups}: jacobi has one group; solver=cyclic takes several")
     tol = TOLERANCE[dtype] if c.exact and c.tol is None else c.tol
     passes = mc.n_nograd + mc.n_grad if c.passes is None else c.passes
     groups = mc.n_groups if c.n_groups is None else c.n_groups
@@ -141,12 +143,12 @@ def first_within(perplexities: list[float], target: float, lower_too: bool = Tru
                 None)
 
 
-def until_within(after: Callable[[int], list[float]], n: int, limit: int, target: float,
-                 lower_too: bool = True) -> list[float]:
-    """Perplexity after each pass, after(n), for so many that one is within 1 % of the target, or
-    for `limit`; n is a guess, which is doubled."""
+def until(after: Callable[[int], list[float]], n: int, limit: int,
+          enough: Callable[[list[float]], object]) -> list[float]:
+    """Perplexity after each pass, after(n), for so many that it is enough, or for `limit`; n is a
+    guess, which is doubled."""
     while True:
         found = after(n)
-        if n == limit or first_within(found, target, lower_too):
+        if n >= limit or enough(found):
             return found
         n = min(2 * n, limit)

@@ -13,9 +13,10 @@ it has nothing left to do.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -65,11 +66,19 @@ def job(c: CorpusConfig, name: str, config: str, settings: dict,
                  f"--out_dir={out}", "--init_from=auto", *keys],
                 ["evaluate.py", "perplexity", f"--out_dir={out}", f"--json={out}/score.json",
                  *score]]
-    fits = partial(trained, Path(out), commands[0][1:])
+    argv = commands[0][1:]
+    fits, chosen = partial(trained, Path(out), argv), partial(that_matter, argv)
     return Job(name, commands, lambda: {
-        "dataset": c.dataset, "config": config, **fits(), **settings, **outcome(Path(out))},
+        "dataset": c.dataset, "config": config, **fits(), **settings, "settings": chosen(),
+        **outcome(Path(out))},
         # before it goes on: its own checkpoints will say what these settings are
-        lambda: Path(out, "ckpt.pt").exists() and fits())
+        lambda: Path(out, "ckpt.pt").exists() and fits(), chosen)
+
+
+def that_matter(argv: list[str]) -> dict:
+    """The settings of a command of train.py that are not as by default."""
+    return {k: v for k, v in asdict(parse(TrainConfig(), argv, "")).items()
+            if k not in NO_MATTER and v != getattr(TrainConfig(), k)}
 
 
 def trained(out: Path, argv: list[str]) -> dict:
@@ -146,12 +155,12 @@ def schedules(c: CorpusConfig) -> Iterator[Job]:
 
 def systems_command(c: CorpusConfig):
     """Perplexity of every system: the runs that have no result yet."""
-    study(c, systems, check_splits)
+    study(c, systems, check_splits, ("config", "learning_rate", "perplexity"))
 
 
 def schedules_command(c: CorpusConfig):
     """The grid of the paper's section on schedules: the runs that have no result yet."""
-    study(c, schedules, check_splits)
+    study(c, schedules, check_splits, ("n_groups", "training_schedule"))
 
 
 # ---- pictures
@@ -201,7 +210,7 @@ def plot_systems(records: list[dict], output: Path):
         for ax, x in zip(axes, sizes(config)):
             ax.errorbar(x, mean, [[mean - min(scores)], [max(scores) - mean]], fmt="o", ms=5,
                         color=colour, capsize=3)
-            ax.annotate(SYSTEMS[config], (x, mean), (dx, dy), fontsize=8, ha=side,
+            ax.annotate(SYSTEMS.get(config, config), (x, mean), (dx, dy), fontsize=8, ha=side,
                         textcoords="offset points", color=colour)
     axes[0].set_xscale("log", base=2)
     axes[0].set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], ["1/16", "1/8", "1/4", "1/2", "1"])
@@ -223,11 +232,13 @@ def plot_schedules(records: list[dict], output: Path):
     fig, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
     for ax, (title, figure) in zip(axes, figures.items()):
         found = {(r["n_grad"], r["n_nograd"], r["n_groups"]): figure(r) for r in records}
-        table = [[found.get((*row, g)) or float("nan") for g in GROUPS] for row in rows]
-        ax.imshow(table, cmap="viridis_r", aspect="auto")
+        table = [[found.get((*row, g), math.nan) for g in GROUPS] for row in rows]
+        ax.imshow([[math.nan if x is None else x for x in line] for line in table],
+                  cmap="viridis_r", aspect="auto")
         for i, line in enumerate(table):
             for j, x in enumerate(line):
-                text = "-" if x != x else f"{x}" if isinstance(x, int) else f"{x:#.4g}"
+                text = "more" if x is None else "-" if x != x else \
+                    f"{x}" if isinstance(x, int) else f"{x:#.4g}"
                 ax.text(j, i, text, ha="center", va="center", fontsize=8,
                         bbox=dict(boxstyle="round,pad=0.15", fc="white", ec="none", alpha=0.8))
         ax.set_xticks(range(len(GROUPS)), ["Jacobi", *(f"g={g}" for g in GROUPS[1:])])
@@ -239,10 +250,14 @@ def plot_schedules(records: list[dict], output: Path):
 
 
 def plot_command(c: PlotConfig):
-    """Perplexity of all systems, and the heat maps of schedules."""
+    """Perplexity of all systems, and the heat maps of schedules; of one file that is named, its
+    picture alone."""
+    named = {getattr(c, name) for name in ("systems", "schedules") if name in c.given}
     for file, draw, name, needed in (
             (c.systems, plot_systems, "study.png", ("config", "learning_rate", "perplexity")),
             (c.schedules, plot_schedules, "schedules.png", ("n_groups", "training_schedule"))):
+        if named and file not in named:
+            continue
         records = read_records(file, *needed)
         if records:
             draw(records, Path(c.output) / name)

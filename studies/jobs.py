@@ -29,6 +29,7 @@ class Job:
     commands: list[list[str]]  # of python
     record: Callable[[], dict]
     check: Callable[[], object] = lambda: None  # UserError: an earlier start does not fit this one
+    settings: Callable[[], dict] = dict  # its record's, where it has them: else it is another run
 
 
 @dataclass
@@ -42,9 +43,9 @@ class StudyConfig:
 
 
 def study(c: StudyConfig, make: Callable[..., Iterable[Job]],
-          needs: Callable[..., None] = lambda c: None):
+          needs: Callable[..., None] = lambda c: None, has: tuple[str, ...] = ()):
     """Run the jobs that make(c) names and that have no record yet, and add theirs; needs(c) raises
-    UserError if what all of them need is not there.
+    UserError if what all of them need is not there. has: what all records have, of this study.
 
     A job that fails, or lacks time, leaves none: then the exit status is 1.
     """
@@ -60,7 +61,7 @@ def study(c: StudyConfig, make: Callable[..., Iterable[Job]],
         except OSError as error:
             raise UserError(f"folder={c.folder}: {error.strerror}") from None
         check(c, "at_once")
-    jobs = chosen(make(c), c.only, c.json)
+    jobs = chosen(make(c), c.only, c.json, has)
     if c.list or not jobs:
         print("\n".join(job.name for job in jobs) or f"{c.json}: nothing left to do")
         return
@@ -94,9 +95,11 @@ def add_record(path: str, record: dict):
     write_whole(Path(path), f'{{"runs": [\n{text}\n]}}\n'.encode())
 
 
-def chosen(jobs: Iterable[Job], only: str | None, path: str) -> list[Job]:
+def chosen(jobs: Iterable[Job], only: str | None, path: str, has: tuple[str, ...] = ()
+           ) -> list[Job]:
     """Those that have no record yet; of them, those that `only` names, by a whole name or by a part
-    of it, in its order. Raises UserError for what no job's name has."""
+    of it, in its order. Raises UserError for what no job's name has, and for records of another
+    study or of other settings."""
     jobs = list(jobs)
     if only is not None:
         found = {}
@@ -108,7 +111,11 @@ def chosen(jobs: Iterable[Job], only: str | None, path: str) -> list[Job]:
                                 + ", ".join(job.name for job in jobs))
             found |= {job.name: job for job in its}
         jobs = list(found.values())
-    there = {r["name"] for r in read_records(path)}
+    there = {r["name"]: r.get("settings") for r in read_records(path, *has)}
+    for job in jobs:
+        if there.get(job.name) and there[job.name] != job.settings():
+            raise UserError(f"json={path}: its {job.name} had other settings than those of today; "
+                            "--json= and --folder= name places for new runs")
     return [job for job in jobs if job.name not in there]
 
 

@@ -21,6 +21,7 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,7 +38,7 @@ from baselines import build
 from kernels import Fast, accelerate
 from measure.schedules import Schedule
 from measure.timing import check, environment, write_json
-from model import Decoder, ModelConfig
+from model import SCHEDULES, Decoder, ModelConfig
 from pictures import COLOURS, check_output, mixing_weights, plot, save
 from running.devices import pick_device, pick_dtype
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
@@ -95,7 +96,8 @@ class TrackingConfig:
     lckv_w: int = key(2, "w of lckv")
     start: str = key("own", "which source each channel begins with: own, as the model has it, or "
                      "last, that of k = 1")
-    schedule: str = key("8x1+2", "groups x passes without + with gradients; T groups, 0 + 1: exact")
+    schedule: str | None = key(None, "groups x passes without + with gradients, such as 8x1+2; T "
+                               "groups, 0 + 1: exact; None: the system's own")
     then: str | None = key(None, "another schedule for the last steps")
     then_steps: int = key(1000, "how many")
     n_layer: int = key(4, "L")
@@ -118,7 +120,8 @@ class TrackingConfig:
     json: str | None = key(None, "write the results to this file (-: to stdout)")
 
     def model(self) -> ModelConfig:
-        """The model's config, with the first schedule. Raises UserError."""
+        """The model's config, with the first schedule, which is chosen here where none is given.
+        Raises UserError."""
         if self.group not in GROUPS:
             raise UserError(f"group={self.group}: choose one of {', '.join(GROUPS)}")
         if self.start not in ("own", "last"):
@@ -126,6 +129,13 @@ class TrackingConfig:
         if self.start == "last" and self.kv != "whitematter":
             raise UserError(f"start=last: kv={self.kv} has no channels with a choice")
         names = ("kv", "lckv_w", "n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "n_hidden")
+        one_pass = self.kv not in ("whitematter", "lckv", "feedback", "recurrent")
+        if self.schedule is None:
+            own = "{}x{}+{}".format(*SCHEDULES.get(self.kv, (8, 1, 2)))
+            self.schedule = ONE_PASS if one_pass else own
+        if one_pass and (self.then or self.schedule != ONE_PASS):
+            raise UserError(f"schedule={self.schedule}, then={self.then}: kv={self.kv} has one "
+                            f"pass, {ONE_PASS}")
         g, n_nograd, n_grad = passes(self)
         channels = self.n_channels if self.kv == "whitematter" else self.n_layer
         try:
@@ -216,6 +226,7 @@ def routing(model: Decoder, x: Tensor) -> dict | None:
 def train_command(c: TrackingConfig):
     """One run: train, score token by token and as trained, write the JSON."""
     check(c, "block_size", "batch_size", "max_iters", "score_length", "score_rows", "log_interval")
+    c.model()
     for name in ("schedule", "then"):
         if getattr(c, name) is not None and passes(c, name)[0] > c.block_size:
             raise UserError(f"{name}={getattr(c, name)}: more groups than block_size="
@@ -309,7 +320,7 @@ def jobs(c: StudyConfig) -> list[Job]:
 
 def all_command(c: StudyConfig):
     """All runs that have no result yet; what is not ready in time is lost."""
-    study(c, jobs)
+    study(c, jobs, has=("system", "exact", "as_trained"))
 
 
 # ---- picture
@@ -360,8 +371,12 @@ def plot_command(c: PlotConfig):
             ax.legend(fontsize=size)
     for system, marker in (("k1", "o"), ("feedback", "x")):
         its = [r for r in grid if r["system"] == system]
-        right.plot([distance(r) for r in its], [reach(r["as_trained"]) for r in its], marker, ls="",
-                   label=system)
+        at = Counter((distance(r), reach(r["as_trained"])) for r in its)
+        right.plot([x for x, _ in at], [y for _, y in at], marker, ls="", label=system)
+        for (x, y), n in at.items():
+            if n > 1:
+                side = (7, -9) if system == "k1" else (-22, 3)
+                right.annotate(f"{n} x", (x, y), side, textcoords="offset points", fontsize=8)
     right.axline((0, 0), slope=1, color="#999999", lw=0.8, ls="--")
     right.axhline(32, color="#bbbbbb", lw=0.8, ls=":")
     right.set(title="how far a state travels, all seeds", xlabel="g x passes in training",

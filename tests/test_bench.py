@@ -329,10 +329,11 @@ def test_groups_of_the_schedule():
 def test_profile(capsys):
     bench.main(["train", *SIZES, "--batch_size=1", "--block_size=8", "--systems=vanilla",
                 "--profile"])
-    rows = [line.rsplit(None, 2) for line in capsys.readouterr().out.splitlines()[-8:]]
+    lines = capsys.readouterr().out.partition("number of operations\n")[2].splitlines()
+    rows = [line.rsplit(None, 2) for line in lines]
     table = {kind.strip(): int(count.replace(",", "")) for kind, _, count in rows}
-    assert set(table) == {kind for kind, _ in bench.KINDS} | {"sum"}
-    assert table["attention"] > 0 and table["matrix products"] > 0 and table["pool"] == 0
+    assert set(table) <= {kind for kind, _ in bench.KINDS} | {"sum"} and min(table.values()) > 0
+    assert {"attention", "matrix products"} < set(table) and "pool" not in table
     assert sum(table.values()) == 2 * table["sum"]
 
 

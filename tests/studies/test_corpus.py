@@ -1,6 +1,7 @@
 """The runs of the study on a corpus: their commands, and what is read off their results."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -74,7 +75,10 @@ def test_a_record_has_the_scores_and_every_validation_loss(finished):
         "dataset": "random", "config": "wm16_k8", "seed": 1337, "learning_rate": 0.004,
         "test_digest": "ab", "loss": 3.7, "perplexity": 40.4,
         "validation": [[1000, 4.5], [2000, 4.1]], "step": 2000, "targets": 1000, "device": "d",
-        "torch": "t"}
+        "torch": "t", "settings": finished[0].settings()}
+    assert finished[0].settings() == {
+        "batch_size": 8, "gradient_accumulation_steps": 1, "max_iters": 4000, "n_channels": 8,
+        "learning_rate": 0.004, "dataset": "random"}
 
 
 def test_a_run_of_other_settings_or_of_other_data_is_not_recorded(finished):
@@ -143,3 +147,5 @@ def test_pictures_are_drawn_from_the_results(tmp_path):
     command("plot", f"--systems={tmp_path}/other.json", f"--output={tmp_path}/other")
     assert not (tmp_path / "other").exists()
     assert (tmp_path / "schedules.png").stat().st_size > 10_000
+    command("plot", f"--schedules={tmp_path}/schedules.json", f"--output={tmp_path}/one")
+    assert os.listdir(tmp_path / "one") == ["schedules.png"]

@@ -3,6 +3,8 @@
 import json
 import os
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -117,6 +119,17 @@ def test_a_record_takes_the_place_of_one_of_its_name(tmp_path):
     for value in (1, 2):
         add_record(str(path), {"name": "a", "value": value})
     assert json.loads(path.read_text()) == {"runs": [{"name": "a", "value": 2}]}
+
+
+def test_records_of_other_settings_or_of_another_study_are_no_results(tmp_path):
+    path = str(tmp_path / "all.json")
+    add_record(path, {"name": "a", "settings": {"rate": 1}})
+    same, other = (replace(job("a", "pass"), settings=partial(dict, rate=n)) for n in (1, 2))
+    assert not chosen([same], None, path)
+    with pytest.raises(UserError, match="its a had other settings than those of today"):
+        chosen([other], None, path)
+    with pytest.raises(UserError, match="not the file of results that is needed here.*perplexity"):
+        chosen([same], None, path, ("perplexity",))
 
 
 def test_a_file_that_is_no_file_of_results_is_refused(tmp_path):

@@ -47,16 +47,18 @@ def test_rows_are_the_same_for_a_seed_and_new_with_every_call():
 
 
 @pytest.mark.parametrize("argv", [
-    ["--kv=vanilla", "--schedule=1x0+1"], ["--kv=feedback", "--schedule=8x0+1"],
+    ["--kv=vanilla"], ["--kv=feedback", "--schedule=8x0+1"],
     ["--kv=recurrent", "--schedule=2x1+2"], ["--kv=nofeedback", "--schedule=1x0+1"],
     ["--n_channels=2", "--schedule=4x1+1", "--start=last", "--then=8x0+1", "--then_steps=2"],
-    ["--group=z60", "--kv=lckv", "--lckv_w=0", "--schedule=1x7+2"]], ids=lambda argv: argv[-1])
+    ["--group=z60", "--lckv_w=0", "--kv=lckv"]], ids=lambda argv: argv[-1])
 def test_a_run_trains_and_is_scored_at_every_position(tmp_path, argv):
     result = run(tmp_path, "--max_iters=4", *argv)
     assert [step for step, _ in result["losses"]] == [2, 4]
     assert len(result["exact"]) == 12 and len(result["as_trained"]) == 8
     if result["kv"] in ("vanilla", "nofeedback") or result["schedule"] == "8x0+1":  # exact
         assert result["as_trained"] == result["exact"][:8]
+    if argv[-1] in ("--kv=vanilla", "--kv=lckv"):  # the system's own
+        assert result["schedule"] == {"vanilla": "1x0+1", "lckv": "1x7+2"}[result["kv"]]
     passes, each = sum(map(int, result["schedule"].split("x")[1].split("+"))), result["each_pass"]
     if result["kv"] in ("vanilla", "nofeedback"):
         assert each is None
@@ -90,6 +92,7 @@ def test_start_last_is_the_bias_of_one_channel_for_all():
 @pytest.mark.parametrize("argv, said", [
     (["--group=s4"], "choose one of s5, z60"), (["--schedule=8"], "groups x passes"),
     (["--schedule=0x1+1"], "groups x passes"), (["--schedule=9x0+1"], "more groups than"),
+    (["--kv=vanilla", "--schedule=2x1+2"], "kv=vanilla has one pass"),
     (["--start=first"], "choose own or last"), (["--kv=vanila"], "choose one of whitematter"),
     (["--kv=vanilla", "--start=last"], "no channels with a choice"),
     (["--kv=nofeedback", "--start=last"], "no channels with a choice"),
