@@ -310,7 +310,8 @@ def read_config_file(path: str, defaults) -> dict:
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
     settings = {}
     for key, value in names.items():
-        if key.startswith("_") or isinstance(value, types.ModuleType) or callable(value):
+        if key.startswith("_") or isinstance(value, types.ModuleType) or (
+                callable(value) and key not in types_of):
             continue
         if key not in types_of:
             raise UserError(unknown(key, defaults, f"{path}: {key}"))
@@ -330,7 +331,7 @@ def unknown(key: str, defaults, where: str) -> str:
 def convert(value, kind, where: str):
     """`value`, text or a Python object, as `kind`; ints are floats too, nothing else bends."""
     kind, *none = typing.get_args(kind) or (kind,)  # X, or X | None
-    if none and (value is None or value in ("None", "none")):
+    if none and (value is None or value in ("None", "none")[:1 if kind is str else 2]):
         return None
     if kind is bool:
         text = str(value).lower()

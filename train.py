@@ -263,6 +263,7 @@ class Trainer:
             self.log.close()
             self.lock.close()
         if stop:
+            p.largest(0)  # nobody leaves while rank 0 still writes: torchrun would end it
             p.print(f"{self.path}: stopped by a signal after step {self.step}; "
                     "--init_from=resume goes on")
             p.end()

@@ -121,5 +121,5 @@ def learning_rate(step: int, c: TrainConfig) -> float:
     warmup, end, low = rate_schedule(c)
     if step < warmup:
         return c.learning_rate * (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, end - warmup))
+    done = min(1.0, (step - warmup) / (end - warmup)) if step < end else 1.0
     return low + 0.5 * (1 + math.cos(math.pi * done)) * (c.learning_rate - low)

@@ -4,13 +4,14 @@ Where a run begins: from nothing, from a checkpoint's weights, or where an earli
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint import damaged, keep_copy, load_checkpoint, load_weights
+from checkpoint import damaged, keep_copy, load_checkpoint, load_weights, set_aside
 from configurator import UserError
 from model import ModelConfig
 from running.settings import SCHEDULE, TrainConfig, learning_rate
@@ -48,6 +49,9 @@ def model_config(c: TrainConfig, meta: dict, weights: dict | None = None,
                   if name in c.given or given[name] != getattr(TrainConfig, name)]
         if wrong := differing(chosen, c, theirs):
             raise UserError(f"{path} has another model: {', '.join(wrong)}")
+        for name in SCHEDULE if theirs.kv != c.kv else ():
+            if not c.given.get(name):  # of a config file, which means its own system
+                given[name] = None
         given |= {name: value for name, value in vars(theirs).items()
                   if name not in SCHEDULE or given[name] is None}
     given |= {"vocab_size": -(-meta["vocab_size"] // 64) * 64, "eos_id": meta["eos_id"]}
@@ -111,13 +115,19 @@ def restore(trainer, state: dict):
         t.best, t.saved = float(state["best_val_loss"]), t.step
         before = TrainConfig(**{f.name: state["config"][f.name] for f in fields(TrainConfig)
                                 if f.name in state["config"]})
-        then = learning_rate(t.step, before)
+        learning_rate(t.step, before)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise damaged(t.path, error) from None
     if t.c.dataset != before.dataset:
         t.rows_seen = 0
-    if state.get("is_best") and t.processes.rank == 0:  # it may have died before this was done
-        keep_copy(t.path, t.path.with_name("best.pt"))
+    if t.processes.rank == 0:
+        best = t.path.with_name("best.pt")
+        if step_of(best) > t.step:
+            set_aside(best)
+            t.processes.print(f"note: {best} was of a later step than {t.path}: it is kept as "
+                              "best-previous.pt")
+        if state.get("is_best"):  # it may have died before this was done
+            keep_copy(t.path, best)
     t.best_id = state.get("best_id")
     if t.val_rows is not None:
         t.best_id = t.best_id or t.identify(before, state["meta"])  # earlier versions had none
@@ -126,13 +136,23 @@ def restore(trainer, state: dict):
                               "starts anew, and best.pt will be kept as best-previous.pt")
     for names, so in ((("dataset", "seed", "block_size"), ", and so on other rows"),
                       (("batch_size", "gradient_accumulation_steps", "weight_decay", "grad_clip",
-                        "momentum", "beta1", "beta2"), "")):
+                        "momentum", "beta1", "beta2", "dtype"), "")):
         if changed := differing(names, t.c, before):
             t.processes.print(f"note: goes on with {', '.join(changed)}{so}")
     if other := differing(SCHEDULE, t.model_config, ModelConfig(**state["model_config"])):
         t.processes.print(f"note: goes on with {', '.join(other)}; the weights fit")
-    now = learning_rate(t.step, t.c)
-    if not 0.8 * then <= now <= 1.25 * then and t.step < t.c.max_iters:
-        t.processes.print(f"note: goes on at a learning rate of {now:.2e}, where the earlier "
-                          f"settings had {then:.2e} (max_iters={t.c.max_iters}, there: "
-                          f"{before.max_iters})")
+    for step in range(t.step, t.c.max_iters, max(1, (t.c.max_iters - t.step) // 10)):
+        now, then = learning_rate(step, t.c), learning_rate(step, before)
+        if not 0.8 * then <= now <= 1.25 * then:
+            when = "" if step == t.step else f", in step {step},"
+            t.processes.print(f"note: goes on at a learning rate of {now:.2e}{when} where the "
+                              f"earlier settings had {then:.2e} (max_iters={t.c.max_iters}, there: "
+                              f"{before.max_iters})")
+            break
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint; -1 if there is none that can be read."""
+    with suppress(Exception):
+        return int(torch.load(path, "cpu", weights_only=True, mmap=True)["step"])
+    return -1

@@ -17,6 +17,7 @@ from runs import refused
 from configurator import UserError, explained, joined, less_memory, parse, run, run_command, session
 from measure.timing import write_json
 from running.devices import pick_device, pick_dtype
+from sample import SampleConfig
 from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +39,14 @@ def test_settings_override_in_both_orders_and_convert(tmp_path):
     path.write_text("from math import pi as _pi, sqrt\nfrom functools import lru_cache\n"
                     "@lru_cache\ndef f(): return 4\nbatch_size = f()\n")
     assert parse(TrainConfig(), [str(path)], "").batch_size == 4
+    path.write_text("import json as wandb\nlearning_rate = lambda step: 1e-3\n")
+    with pytest.raises(UserError, match="learning_rate = <function .*>: expected a number"):
+        parse(TrainConfig(), [str(path)], "")
+
+
+def test_none_is_a_word_where_text_is_wanted():
+    for text, stop in (("none", "none"), ("None", None), ("", "")):
+        assert parse(SampleConfig(), [f"--stop={text}"], "").stop == stop
 
 
 def test_a_blank_serves_as_well_as_an_equals_sign(tmp_path):

@@ -347,7 +347,7 @@ def test_vanilla_has_hugging_faces_loss_and_gradients(qwen3):
 def test_names_go_to_hugging_face_and_back(qwen3):
     model, idx = our_qwen3(), random_tokens(1, 9, low=0, vocab_size=29)
     state = model.state_dict()
-    theirs = to_qwen3(state)
+    theirs = to_qwen3(model)
     qwen3.load_state_dict(theirs, strict=True)
     torch.testing.assert_close(qwen3(idx).logits, model.logits(one_pass(model, idx).final),
                                rtol=1e-9, atol=1e-9)
@@ -362,8 +362,16 @@ def test_other_models_weights_are_refused_by_name(name):
         from_qwen3({name: torch.zeros(1)})
 
 
+def test_another_system_is_no_qwen3():
+    """Recurrent has the same names, and would be computed as vanilla."""
+    with pytest.raises(ValueError, match="kv=recurrent: only vanilla"):
+        to_qwen3(small_model(kv="recurrent"))
+    with pytest.raises(ValueError, match="no model.embed_tokens.weight"):
+        from_qwen3({"lm_head.weight": torch.zeros(1)})
+
+
 def test_an_untied_head_is_refused():
-    state = to_qwen3(our_qwen3().state_dict())
+    state = to_qwen3(our_qwen3())
     with pytest.raises(ValueError, match="only a tied head"):
         from_qwen3(state | {"lm_head.weight": state["lm_head.weight"] + 1})
 

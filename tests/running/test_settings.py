@@ -35,6 +35,8 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth():
     assert learning_rate(0, c) == pytest.approx(1 / 20) and learning_rate(19, c) == 1.0
     assert learning_rate(510, c) == pytest.approx(0.55, abs=0.01)
     assert learning_rate(1000, c) == pytest.approx(0.1) == learning_rate(5000, c)
+    c = TrainConfig(max_iters=9, learning_rate=1.0, warmup_iters=0, lr_decay_iters=0)
+    assert {learning_rate(step, c) for step in range(9)} == {0.1}
     check(TrainConfig(max_iters=1))
 
 
