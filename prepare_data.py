@@ -433,7 +433,7 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
         raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
     finally:
         lock.close()
-        if new and os.listdir(out) == [LOCK]:
+        if new and out.is_dir() and os.listdir(out) == [LOCK]:
             shutil.rmtree(out)
     return counts, meta
 

@@ -217,7 +217,7 @@ class Trainer:
         """Save what no checkpoint holds yet, without the help of other processes."""
         if self.processes.rank == 0 and self.step > self.saved:
             if self.processes.world > 1:
-                self.log.waiting.clear()  # losses that nobody can add up any more
+                self.log.lose()
             self.save()
 
     @torch.no_grad()

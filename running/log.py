@@ -39,7 +39,7 @@ class Log:
         self.last_loss = None
         self.begun, self.is_new = False, not step
         self.kept = self.read(path, step) if step else []
-        self.validated = any(not row[1] and int(row[0]) == step for row in self.kept)
+        self.validated = any(row[2] and int(row[0]) == step for row in self.kept)
 
     @classmethod
     def read(cls, path: Path, step: int) -> list[list[str]]:
@@ -49,8 +49,8 @@ class Log:
         with open(path, encoding="utf-8", errors="replace") as f:  # maybe with zeros at its end
             rows = [r for r in (line.rstrip("\n").split(",") for line in f)
                     if len(r) == len(cls.columns) and r[0].isdigit()]
-        # a validation after n steps is in row n, which has no loss
-        return [r for r in rows if int(r[0]) < step or int(r[0]) == step and not r[1]]
+        # a validation after n steps is in row n
+        return [r for r in rows if int(r[0]) < step or int(r[0]) == step and r[2]]
 
     def begin(self):
         """The file with the rows that are kept; whatever happens, it has either all old rows or
@@ -88,6 +88,12 @@ class Log:
         self.waiting.append((step, loss, lr, norm))
         if (step + 1) % self.c.log_interval == 0:
             self.flush()
+
+    def lose(self):
+        """Steps whose losses nobody can add up any more get rows without them."""
+        self.rows += [(step, "", "", f"{lr:.4g}", f"{norm.item():.4f}", "")
+                      for step, _, lr, norm in self.waiting]
+        self.waiting.clear()
 
     def flush(self):
         """Fetch what waits, write it, print the last one; stop the run if it is not finite."""

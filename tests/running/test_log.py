@@ -12,6 +12,7 @@ import pytest
 from runs import arguments, in_process, load, losses, make, refused
 
 import train
+from checkpoint import save_checkpoint
 from configurator import UserError
 from train import TrainConfig
 
@@ -91,6 +92,22 @@ def test_a_log_that_ends_in_zeros_is_read(folder, monkeypatch):
         f.write(bytes(200_000))
     in_process(folder, monkeypatch, max_iters=3, init_from="resume")
     assert sorted(losses("out/log.csv")) == [0, 1, 2]
+
+
+def test_losses_that_nobody_can_add_up_any_more_leave_rows_without_them(folder, monkeypatch):
+    trainer = make(folder, monkeypatch, max_iters=9, log_interval=9, eval_interval=9, eval_rows=8)
+    for _ in range(3):
+        trainer.update()
+    monkeypatch.setattr(trainer.processes, "world", 2)
+    trainer.rescue()
+    trainer.lock.close()
+    rows = list(csv.DictReader(open("out/log.csv", newline="")))
+    assert [(row["step"], row["loss"], row["val_loss"]) for row in rows] == [
+        ("0", "", ""), ("1", "", ""), ("2", "", "")]
+    assert all(float(row["grad_norm"]) > 0 for row in rows)
+    state = load("out/ckpt.pt")  # an older one: the row of its step is no validation
+    save_checkpoint(Path("out/ckpt.pt"), state | {"step": 2})
+    assert not make(folder, monkeypatch, init_from="resume", eval_rows=8).log.validated
 
 
 def test_a_rescue_before_the_first_line_saves_the_run(folder, monkeypatch, capsys):
