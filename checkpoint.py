@@ -66,13 +66,16 @@ def free(path: Path) -> Path:
     return next(name for name in itertools.chain([path], names) if not name.exists())
 
 
-def set_aside(path: Path):
-    """Rename best.pt, if it is there, to best-previous.pt, best-previous-2.pt, ..."""
+def set_aside(path: Path) -> Path:
+    """Rename best.pt, if it is there, to best-previous.pt, best-previous-2.pt, ..., which is
+    returned."""
+    to = free(path.with_stem(f"{path.stem}-previous"))
     if path.exists():
         try:
-            os.replace(path, free(path.with_stem(f"{path.stem}-previous")))
+            os.replace(path, to)
         except OSError as error:
             raise UserError(f"{path}: cannot be set aside ({error.strerror})") from None
+    return to
 
 
 def keep_previous(folder: Path) -> Path | None:

@@ -134,8 +134,8 @@ class PerplexityConfig:
     limit_rows: int | None = key(None, "so many windows only; None: the whole file")
     solver: str | None = key(None, "cyclic, jacobi, autoregressive, or paper: all that its section "
                              "on schedules reports; None: as in training")
-    passes: int | None = key(None, "of cyclic and jacobi; None: as in training (paper: 1 to as "
-                             "many as it takes, 6 or more)")
+    passes: int | None = key(None, "of cyclic and jacobi; None: as in training (paper: from 1 "
+                             "on while they gain, at most 32)")
     n_groups: int | None = key(None, "g of cyclic; None: as in training")
     exact: bool = key(False, "iterate until converged, whatever passes says")
     tol: float | None = key(None, "relative change of the states at which exact ends; None: 1e-5 "

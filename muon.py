@@ -9,11 +9,11 @@ from torch import Tensor
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum, matrices of one shape in one batch.
 
-    The orthogonalised update (5 Newton-Schulz steps, singular values about 0.7 to 1.2, those
-    below 0.003 of the norm less) is scaled
-    by 0.2 sqrt(max(rows, columns)), `match_rms_adamw`, so that AdamW's learning rate serves.
-    Decay is decoupled: lr * weight_decay. Parameters without a gradient are left alone. The
-    learning rate may be a tensor, so that a step can be captured in a CUDA graph.
+    The orthogonalised update (5 Newton-Schulz steps, singular values about 0.7 to 1.2, those below
+    0.0015 of the norm less) is scaled by 0.2 sqrt(max(rows, columns)), `match_rms_adamw`, so that
+    AdamW's learning rate serves. Decay is decoupled: lr * weight_decay. Parameters without a
+    gradient are left alone. The learning rate may be a tensor, so that a step can be captured in a
+    CUDA graph.
     """
 
     def __init__(self, params, lr: float = 3e-4, momentum: float = 0.95, weight_decay: float = 0.1):

@@ -14,12 +14,14 @@ counted, and said at the end. Tokenizers are those of text/tokenizer.py: bytes, 
 the path of a tokenizer.json or .tiktoken file.
 
 The ids are little endian, uint16 where the vocabulary fits and uint32 where not, with one EOS
-after every document; OUT_DIR/tokenizer has a copy of the tokenizer's files, where it has any. No
+after every document; OUT_DIR/tokenizer has a copy of the tokenizer's files, or gpt2's or
+cl100k_base's table. No
 document is in two splits, unless one is nearly all: val.bin gets whole ones, chosen by their text,
 so that copies stay on the same side; or, as in the paper, test.bin is the last rows of the corpus
 and val.bin the rows before, and what they cut off is dropped.
 """
 
+import errno
 import hashlib
 import itertools
 import json
@@ -46,7 +48,14 @@ import numpy as np
 from configurator import UserError, joined, key, parse, run
 from running.lock import LOCK, Lock, Taken
 from running.signals import REQUESTS, UNFINISHED, say
-from text.documents import FORMATS, Documents, find_files, fineweb_edu, python_documents
+from text.documents import (
+    FORMATS,
+    Documents,
+    find_files,
+    fineweb_edu,
+    import_parquet,
+    python_documents,
+)
 from text.tokenizer import CARRIED, Tokenizer, carry, get_tokenizer, pieces
 
 SPLITS = ("train", "val", "test")
@@ -54,6 +63,7 @@ LONG = 10_000  # tokens of a document, of which a part is something to measure o
 ROW = 2048  # tokens in a row of test.bin, as in the paper
 PART = 2**18  # characters of a document that are handled at a time
 BATCH = 2**20  # characters that a process gets at a time
+UNDER_WAY = ".prepare_data-"  # how the name of a folder begins that is not finished
 POOL_BYTES = 2**25  # of input, below which more processes take longer to start than they save
 
 
@@ -360,16 +370,20 @@ def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
     texts = list(spans(train, tokenizer))
     times = Counter(digest for _, _, digest in texts)
     alone = [(start, stop) for start, stop, digest in texts if times[digest] == 1]
-    if not alone:
+    if not alone:  # copies are where chance has put them, all on one side
         os.truncate(train, n_train * tokenizer.dtype.itemsize)
+        if n_val > n_train:
+            os.replace(train, folder / "smaller.bin")
+            os.replace(val, train)
+            os.replace(folder / "smaller.bin", val)
         return
     os.truncate(val, 0)
-    start, stop = min(reversed(alone), key=lambda at: abs(at[1] - at[0] - wanted))
+    fit = [(start, stop) for start, stop in alone if stop - start <= max(count / 2, wanted)]
+    start, stop = min(reversed(fit), key=lambda at: abs(at[1] - at[0] - wanted), default=(0, 0))
     first, last = max(alone, key=lambda at: at[1] - at[0])
-    too_long = stop - start > max(count / 2, wanted)
-    if last - first >= LONG and (too_long or stop - start < wanted / 4):
-        cut_end(folder, tokenizer, first, last, wanted)
-    elif not too_long:
+    if last - first >= LONG and stop - start < max(1, wanted / 4):
+        cut_end(folder, tokenizer, first, last, max(2, wanted))
+    elif stop:
         move(folder, start, stop, "val", tokenizer.dtype)
 
 
@@ -403,9 +417,10 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
     new, state = not out.exists(), "as it was"
     lock = Lock(out)
     try:
-        for left in out.glob("partial-*"):  # by one that was killed
-            shutil.rmtree(left)
-        with tempfile.TemporaryDirectory(prefix="partial-", dir=out) as name:
+        for left in out.glob(f"{UNDER_WAY}*") if lock.sure else ():  # by one that was killed
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+        with tempfile.TemporaryDirectory(prefix=UNDER_WAY, dir=out) as name:
             folder = Path(name)
             UNFINISHED.add(name)
             counts = write_documents(documents, tokenizer, folder, config)
@@ -423,10 +438,10 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
                 "input": config.input,
             }
             (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-            UNFINISHED.remove(name)
             with held():
                 publish(folder, out, tokens)
                 state = "complete"
+            UNFINISHED.remove(name)
     except KeyboardInterrupt:
         raise UserError(f"interrupted; {out_dir} is {state}") from None
     except OSError as error:  # no such rights, disk full
@@ -440,8 +455,11 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Signals that arrive in here count afterwards."""
+    """Signals that arrive in here count afterwards, but for those that train.py obeys at once."""
     received, before = [], {}
+    if threading.current_thread() is not threading.main_thread():  # which none reaches
+        yield
+        return
     for number in (getattr(signal, name, None) for name in REQUESTS):
         if number is not None and signal.getsignal(number) is not None:  # not one of C's
             before[number] = signal.signal(number, lambda number, _: received.append(number))
@@ -469,6 +487,9 @@ def publish(folder: Path, out: Path, tokens: dict[str, int]) -> None:
     """Move the finished files into place; meta.json last, so that it never describes old ones."""
     if (folder / CARRIED).exists():
         (out / CARRIED).mkdir(exist_ok=True)
+    for path in (out / f"{split}.bin" for split in SPLITS):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
     (out / "meta.json").unlink(missing_ok=True)
     for split in SPLITS:
         if tokens[split]:
@@ -492,22 +513,24 @@ def skipped(counts: Counter, config: PrepareConfig) -> str:
 
 
 def prepare_python(out_dir: str = "data/python") -> None:
-    """Prepare the default data set, as the command without arguments does: no network, seconds."""
-    print(f"preparing {out_dir} from Python's own documentation", flush=True)
+    """Prepare the default data set, as the command without arguments does: no network, seconds.
+    Raises Taken if another run does."""
     config = PrepareConfig()
     _, meta = prepare(python_documents(config.seed), get_tokenizer("bytes"), out_dir, config)
-    print(f"wrote {out_dir}: " + ", ".join(f"{n:,} {s} tokens" for s, n in meta["tokens"].items()))
+    print(f"wrote {out_dir}, Python's own documentation: "
+          + ", ".join(f"{n:,} {s} tokens" for s, n in meta["tokens"].items()))
 
 
 def ensure_python(rank: int = 0, seconds: float = 120) -> None:
     """The default data set where train.py looks for it: if it is missing, the process of rank 0
     prepares it and the others wait. Raises UserError after `seconds`."""
     meta = Path("data/python/meta.json")
-    if rank == 0 and not meta.exists():
-        with suppress(Taken):  # another run does
-            prepare_python()
     start = time.monotonic()
     while not meta.exists():
+        with suppress(Taken):  # another run does, and may be ended
+            if rank == 0:
+                prepare_python()
+                return
         if time.monotonic() - start > seconds:
             raise UserError(f"{meta}: not there after {seconds} s")
         time.sleep(0.1)
@@ -573,13 +596,14 @@ def main(argv: list[str]) -> None:
 
 def stop(number: int, _) -> None:
     """End by a signal; on the way out what is half written is removed."""
-    say(f"{signal.Signals(number).name}: ends without a new data set")
+    say(f"{signal.Signals(number).name}: ends; a data set is written as a whole, or not at all")
     sys.exit(128 + number)
 
 
 def download(config: PrepareConfig, folder: Path) -> list[Path]:
     """The shards of the paper's corpus. Raises UserError for a network or disk that fails, or if
     another run downloads them."""
+    import_parquet()  # rather now than after gigabytes
     try:
         with closing(Lock(folder)), Progress("download") as progress:
             return fineweb_edu(folder, config.shards, config.base_url, progress.show)

@@ -44,7 +44,7 @@ from running.lock import Lock
 from running.log import Log, import_wandb, start_wandb
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Lost, Processes
-from running.start import check_data, model_config, restore, starting_point
+from running.start import check_data, model_config, restore, restore_best, starting_point
 from solvers import solve
 from text.rows import TokenRows, load_meta
 from text.tokenizer import carried, carry_on
@@ -129,6 +129,8 @@ class Trainer:
         self.micro_step = make_micro_step(self.fast, weight)
         self.optimizer_step = make_optimizer_step(self.fast, self.optimizers)
         self.open(state.get("wandb") if resumes else None)
+        if resumes and processes.rank == 0:
+            restore_best(self.path, state, processes.print)
 
     def open(self, wandb_id: str | None):
         """The log, and the lock of the folder, which are rank 0's."""

@@ -41,6 +41,7 @@ class Lock:
         except OSError as error:
             raise UserError(f"out_dir={self.folder}: cannot be written to ({error.strerror})"
                             ) from None
+        self.sure = True
         try:
             if fcntl is not None:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -50,7 +51,7 @@ class Lock:
             self.close()
             raise Taken(f"out_dir={self.folder}: another run is writing there") from None
         except OSError:
-            pass  # a file system without locks
+            self.sure = False  # a file system without locks
         self.place = os.stat(self.folder)
 
     def keep(self):

@@ -120,20 +120,12 @@ def restore(trainer, state: dict):
         raise damaged(t.path, error) from None
     if t.c.dataset != before.dataset:
         t.rows_seen = 0
-    if t.processes.rank == 0:
-        best = t.path.with_name("best.pt")
-        if step_of(best) > t.step:
-            set_aside(best)
-            t.processes.print(f"note: {best} was of a later step than {t.path}: it is kept as "
-                              "best-previous.pt")
-        if state.get("is_best"):  # it may have died before this was done
-            keep_copy(t.path, best)
     t.best_id = state.get("best_id")
     if t.val_rows is not None:
         t.best_id = t.best_id or t.identify(before, state["meta"])  # earlier versions had none
         if t.best_id != t.val_id and t.best < math.inf:
             t.processes.print("note: the best loss so far was one of other validation rows; it "
-                              "starts anew, and best.pt will be kept as best-previous.pt")
+                              "starts anew, and best.pt will be set aside (best-previous.pt)")
     for names, so in ((("dataset", "seed", "block_size"), ", and so on other rows"),
                       (("batch_size", "gradient_accumulation_steps", "weight_decay", "grad_clip",
                         "momentum", "beta1", "beta2", "dtype"), "")):
@@ -149,6 +141,15 @@ def restore(trainer, state: dict):
                               f"earlier settings had {then:.2e} (max_iters={t.c.max_iters}, there: "
                               f"{before.max_iters})")
             break
+
+
+def restore_best(path: Path, state: dict, say: Callable):
+    """What best.pt has to be where a run goes on from the checkpoint `path`."""
+    best = path.with_name("best.pt")
+    if step_of(best) > state["step"]:
+        say(f"note: {best} is of a later step than {path}: it is kept as {set_aside(best)}")
+    if state.get("is_best"):  # it may have died before this was done
+        keep_copy(path, best)
 
 
 def step_of(path: Path) -> int:

@@ -77,8 +77,9 @@ def job(c: CorpusConfig, name: str, config: str, settings: dict,
 
 def that_matter(argv: list[str]) -> dict:
     """The settings of a command of train.py that are not as by default."""
+    default = asdict(TrainConfig())
     return {k: v for k, v in asdict(parse(TrainConfig(), argv, "")).items()
-            if k not in NO_MATTER and v != getattr(TrainConfig(), k)}
+            if k not in NO_MATTER and v != default[k]}
 
 
 def trained(out: Path, argv: list[str]) -> dict:
@@ -226,7 +227,7 @@ def plot_schedules(records: list[dict], output: Path):
     """The paper's heat maps: each of the three figures over passes and groups."""
     plt = plot()
     rows = [(grad, nograd) for grad in GRAD for nograd in sorted(NO_GRAD)]
-    figures = {"best, schedule of training": lambda r: r["training_schedule"]["best"],
+    figures = {"best, groups of training": lambda r: r["training_schedule"]["best"],
                "as it would decode": lambda r: r["decoding"]["perplexity"],
                "Jacobi passes to within 1 %": lambda r: r["jacobi"]["passes_to_best"]}
     fig, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")

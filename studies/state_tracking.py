@@ -129,7 +129,7 @@ class TrackingConfig:
         if self.start == "last" and self.kv != "whitematter":
             raise UserError(f"start=last: kv={self.kv} has no channels with a choice")
         names = ("kv", "lckv_w", "n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "n_hidden")
-        one_pass = self.kv not in ("whitematter", "lckv", "feedback", "recurrent")
+        one_pass = self.kv in ("vanilla", "nofeedback", "fusedkv", "fusedkv_lite")
         if self.schedule is None:
             own = "{}x{}+{}".format(*SCHEDULES.get(self.kv, (8, 1, 2)))
             self.schedule = ONE_PASS if one_pass else own

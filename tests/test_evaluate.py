@@ -24,7 +24,7 @@ from evaluate import Losses, Windows, mean_losses
 from kernels import accelerate
 from measure import downstream
 from measure.downstream import Scorer, pieces
-from measure.schedules import Schedule, first_within, until
+from measure.schedules import Schedule, first_within
 from solvers import autoregressive, cyclic, jacobi, solve
 from text.tokenizer import Tokenizer, get_tokenizer
 
@@ -238,15 +238,18 @@ def test_jacobi_passes_go_on_until_they_suffice(monkeypatch, tmp_path):
     assert asked[3:] == [(8, 30), (29, 30)]
 
 
-def test_the_best_is_looked_for_as_long_as_passes_gain():
-    asked = []
-
-    def after(n):
-        asked.append(n)
-        return [60.0 + 40.0 / i**2 for i in range(1, n + 1)]
-
-    by_pass = until(after, 6, 32, lambda found: found[-1] > 0.999 * min(found[:-1]))
-    assert asked == [6, 12] and min(by_pass) == by_pass[11]
+def test_the_best_is_looked_for_as_long_as_passes_gain(monkeypatch, tmp_path):
+    write_tokens(tmp_path / "test.bin", 900)
+    monkeypatch.setattr(evaluate, "perplexities", lambda c, fast, part, schedule, **_: [
+        60.0 + 40.0 / n**2 for n in range(1, schedule.passes + 1)])
+    c = SimpleNamespace(passes=None, n_groups=None, max_passes=30, batch_size=2)
+    config = SimpleNamespace(n_nograd=1, n_grad=2, n_groups=4)
+    fast = SimpleNamespace(model=SimpleNamespace(config=config))
+    for passes, looked, at in ((None, 12, 12), (4, 4, 4)):
+        c.passes = passes
+        r = evaluate.paper_study(c, fast, Windows(tmp_path / "test.bin", META, 32))
+        found = r["training_schedule"]
+        assert len(found["perplexities"]) == looked and found["best_passes"] == at
 
 
 @pytest.mark.gpu
@@ -290,6 +293,7 @@ def damage(folder, **changes):
     (["perplexity", "--out_dir=nowhere"], "no such checkpoint"),
     (["perplexity", "--solver=magic"],
      "solver=magic: choose one of cyclic, jacobi, autoregressive, paper"),
+    (["perplexity", "--solver=jacobi", "--n_groups=5"], "n_groups=5: jacobi has one group"),
     (["perplexity", "--block_size=0"], "block_size=0: at least 1"),
     (["perplexity", "--batch_size=0"], "batch_size=0: at least 1"),
     (["perplexity", "--limit_rows=0"], "limit_rows=0: at least 1"),

@@ -157,6 +157,18 @@ def test_val_is_no_more_and_not_much_less_than_asked_for(tmp_path, names):
         assert sorted("".join(map("".join, sides))) == sorted("".join(texts))
 
 
+@pytest.mark.parametrize("texts, fraction, val", [
+    (["a0", "b0 " + "x" * 300], 0.5, ["a0"]), (["b0 " + "x" * 300, "a0"], 0.5, ["a0"]),
+    (["a " * 5, "b" * 500] * 2, 0.3, ["a " * 5] * 2)])
+def test_val_is_what_fits(tmp_path, texts, fraction, val):
+    """Wherever chance puts them; copies stay together, and the smaller side is val."""
+    for seed in range(12):
+        out = prep(write_jsonl(tmp_path / "a.jsonl", texts), f"--val_fraction={fraction}",
+                   f"--seed={seed}")
+        found = read_texts(out, "val") if (out / "val.bin").exists() else []
+        assert found in ([], val) if len(texts) == 4 else found == val
+
+
 def test_val_is_not_nearly_all(tmp_path):
     """Not even if this is all of which there is no copy."""
     out = prep(write_jsonl(tmp_path / "a.jsonl", ["a", "b" * 8000, "a"]), "--val_fraction=1e-9")
@@ -554,22 +566,26 @@ def test_bad_options_are_named(tmp_path, options, message):
 def test_two_preparations_do_not_share_a_folder(tmp_path):
     pytest.importorskip("fcntl")
     source = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
-    (tmp_path / "out/partial-of-one-that-was-killed").mkdir(parents=True)
+    (tmp_path / "out/.prepare_data-of-one-that-was-killed").mkdir(parents=True)
     lock = Lock(tmp_path / "out")
     with pytest.raises(UserError, match="out: another run is writing there"):
         prep(source)
     lock.close()
     assert "train.bin" in os.listdir(prep(source))
-    assert not list(tmp_path.glob("out/partial-*"))
+    assert not list(tmp_path.glob("out/.prepare_data-*"))
 
 
 def test_a_data_set_that_cannot_be_put_in_its_place_leaves_the_old_one(tmp_path):
     out = prep(write_jsonl(tmp_path / "a.jsonl", ["a", "b"]))
-    (out / "tokenizer").touch()
     before = files_under(out)
+    (out / "test.bin").mkdir()
+    with pytest.raises(UserError, match="test.bin: is a folder"):
+        prep(write_jsonl(tmp_path / "a.jsonl", ["c"]))
+    (out / "test.bin").rmdir()
+    (out / "tokenizer").touch()
     with pytest.raises(UserError, match="tokenizer: File exists"):
         prep(write_jsonl(tmp_path / "a.jsonl", ["c"]), f"--tokenizer={write_pair(tmp_path / 'p')}")
-    assert files_under(out) == before
+    assert files_under(out) == {**before, "tokenizer": b""}
 
 
 def test_a_signal_waits_until_all_files_are_in_place(tmp_path, monkeypatch):
@@ -658,6 +674,18 @@ def test_only_rank_0_prepares_the_default_corpus_and_the_others_wait(tmp_path, m
     for rank in (0, 0, 1):
         prepare_data.ensure_python(rank)
     assert len(calls) == 1
+
+
+def test_whoever_finds_the_default_corpus_in_work_by_a_run_that_is_ended_prepares_it(
+        tmp_path, monkeypatch):
+    pytest.importorskip("fcntl")
+    monkeypatch.chdir(tmp_path)
+    paths = {"stdlib": str(Path(json.__file__).parent)}
+    monkeypatch.setattr(documents.sysconfig, "get_paths", lambda: paths)
+    lock = Lock(Path("data/python"))
+    monkeypatch.setattr(prepare_data.time, "sleep", lambda _: lock.close())
+    prepare_data.ensure_python(0, 60)
+    assert Path("data/python/meta.json").exists()
 
 
 def test_the_command_without_arguments_gives_the_same_bytes(tmp_path, monkeypatch):

@@ -216,7 +216,6 @@ def fineweb_edu(folder: Path, shards: int, base_url: str, show: Callable) -> lis
     `show(share, size)` is told the share of all shards and the bytes that this run has received.
     Raises UserError when the network gives up; another run goes on where this one stopped.
     """
-    import_parquet()  # rather now than after gigabytes
     paths = [folder / f"shard_{i:05d}.parquet" for i in range(shards)]
     received = 0
     for i, path in enumerate(paths):

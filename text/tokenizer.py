@@ -35,6 +35,7 @@ from text.huggingface import HuggingFace, byte_letters, end_of_document
 CARRIED = "tokenizer"  # folder in that of a data set or checkpoint
 PAIRS = ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")  # GPT-2's files, by two names
 PIECE = 2**14  # characters that tiktoken gets at a time: bounds the time that a long run takes
+ENDS = "a\n  ", "a \n", "a\n \n  ", "  ", " \n"  # of a text, as prompts have them
 PROBE = "It's 12345 HE'LL  say\n\n  {x: [x]}\t don't!?\r\n é中🙂"  # shows how text is split
 LOAD_SECONDS = 20  # a network that does not answer is not waited for any longer
 
@@ -45,7 +46,7 @@ LATER_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN_PATTERN = LATER_PATTERN.replace("DIGITS", "")
-CL100K_PATTERN = LATER_PATTERN.replace("DIGITS", "{1,3}")
+CL100K_PATTERN = LATER_PATTERN.replace("DIGITS", "{1,3}").replace(r"|\s*[", r"|\s+$|\s*[")
 # Qwen3's, in the order of their ids: control tokens, and those that text may spell
 QWEN_CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(
     f"<|{what}|>" for what in (
@@ -194,10 +195,14 @@ def table_of(tokenizer: Tokenizer) -> dict[str, bytes]:
             ranks[tokenizer.encoding.decode_single_token_bytes(i)] = i
     for token in tokenizer.encoding.special_tokens_set:
         ranks.pop(token.encode(), None)
-    parts = TABLES.get(len(ranks))
-    same = parts and build("", ranks, *parts).fingerprint() == tokenizer.fingerprint()
+    if len(ranks) not in TABLES:
+        return {}
+    other = build("", ranks, *TABLES[len(ranks)])
+    if other.fingerprint() != tokenizer.fingerprint() or any(
+            other.encode(text) != tokenizer.encode(text) for text in ENDS):
+        return {}
     table = b"".join(b"%s %d\n" % (base64.b64encode(token), i) for token, i in ranks.items())
-    return {f"{tokenizer.name}.tiktoken": table} if same else {}
+    return {f"{tokenizer.name}.tiktoken": table}
 
 
 def carried(meta: dict, folder: Path) -> dict[str, bytes]:
@@ -389,7 +394,8 @@ def blaming(path: Path):
             shape if isinstance(error, TypeError | AttributeError | IndexError) else str(error))
         raise UserError(
             f"tokenizer {path}: {reason}; accepted are a tokenizer.json of a byte-level BPE, a "
-            ".tiktoken table, GPT-2's encoder.json with vocab.bpe, or a folder with one of them"
+            ".tiktoken table, GPT-2's encoder.json with vocab.bpe (vocab.json with merges.txt), or "
+            "a folder with one of them"
         ) from None
 
 
@@ -430,7 +436,7 @@ def from_gpt2(encoder: Path, bpe: Path, name: str) -> Tokenizer:
         if not isinstance(vocab, dict):
             raise ValueError("not an object of tokens and their ids")
         with blaming(bpe):
-            made = read_merges(bpe, vocab)
+            made = read_merges(bpe, encoder.name, vocab)
             rest = {token for token in vocab.keys() - set(made) if len(token) > 1}
             control = {token for token in rest if token[0] == "<" and token[-1] == ">"}
             if rest > control:
@@ -448,15 +454,16 @@ def from_gpt2(encoder: Path, bpe: Path, name: str) -> Tokenizer:
         return build(name, ranks, GPT2_PATTERN, special)
 
 
-def read_merges(path: Path, vocab: dict[str, int]) -> list[str]:
-    """What the merges of such a file make. Raises ValueError with the line that is none."""
+def read_merges(path: Path, encoder: str, vocab: dict[str, int]) -> list[str]:
+    """What the merges of such a file make, of the vocabulary in the file `encoder`. Raises
+    ValueError with the line that is none."""
     made = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line and not line.startswith("#version"):
             pair = line.split(" ")
             made.append("".join(pair))
             if len(pair) != 2 or not {*pair, made[-1]} <= vocab.keys():
-                raise ValueError(f"line {number} is no merge of two tokens of the other file: "
+                raise ValueError(f"line {number} is no merge of two tokens of {encoder}: "
                                  f"{line[:40]!r}")
     return made
 

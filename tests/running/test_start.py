@@ -70,7 +70,8 @@ def test_an_older_checkpoint_does_not_cost_a_better_one(folder, monkeypatch, cap
     state = load("out/ckpt.pt")
     save_checkpoint(Path("out/ckpt.pt"), state | {"step": 1, "best_val_loss": 9.0})
     trainer = make(folder, monkeypatch, max_iters=2, init_from="resume", eval_interval=1)
-    assert "best.pt was of a later step than out/ckpt.pt: it is kept" in capsys.readouterr().out
+    assert "best.pt is of a later step than out/ckpt.pt: it is kept as out/best-previous.pt" in \
+        capsys.readouterr().out
     trainer.validate = lambda: 5.0
     trainer.run()
     assert load("out/best.pt")["best_val_loss"] == 5.0

@@ -320,8 +320,7 @@ def test_nobody_there_is_an_error_in_the_end(tmp_path, monkeypatch):
         list(fetch("http://127.0.0.1:9/x", tmp_path / "x", Path.exists, tries=2))
 
 
-def test_shards_that_are_there_are_not_downloaded_again(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(documents, "import_parquet", lambda: None)
+def test_shards_that_are_there_are_not_downloaded_again(tmp_path, server):
     for i in range(3):
         server.files[f"/data/shard_0000{i}.parquet"] = b"PAR1" + DATA[:992 + i] + b"PAR1"
     (tmp_path / "shard_00001.parquet").write_bytes(b"mine")
@@ -333,9 +332,8 @@ def test_shards_that_are_there_are_not_downloaded_again(tmp_path, server, monkey
 
 
 @pytest.mark.parametrize("page", [b"<html>Who are you?</html>", b"PAR", b"PAR1 but cut"])
-def test_what_is_not_what_was_asked_for_is_not_kept(tmp_path, server, monkeypatch, page):
+def test_what_is_not_what_was_asked_for_is_not_kept(tmp_path, server, page):
     """A network that wants a login first answers with a page."""
-    monkeypatch.setattr(documents, "import_parquet", lambda: None)
     server.files["/data/shard_00000.parquet"] = page
     with pytest.raises(UserError, match=f"shard_00000.parquet: {len(page)} bytes.*no parquet file"):
         fineweb_edu(tmp_path, 1, server.url, lambda *step: None)
@@ -359,7 +357,7 @@ def test_a_download_that_is_stopped_is_one_message(tmp_path, monkeypatch, proble
         def read(self, size):
             raise problem
 
-    monkeypatch.setattr(documents, "import_parquet", lambda: None)
+    monkeypatch.setattr(prepare_data, "import_parquet", lambda: None)
     monkeypatch.setattr(documents.urllib.request, "urlopen", lambda *args, **options: Response())
     with pytest.raises(UserError, match=message):
         prepare_data.main(["fineweb-edu", "--tokenizer=bytes", f"--out_dir={tmp_path}"])

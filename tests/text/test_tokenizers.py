@@ -2,6 +2,7 @@
 
 import base64
 import importlib.util
+import inspect
 import json
 import pickle
 import random
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiktoken
+import tiktoken_ext.openai_public
 from builders import (
     MERGES,
     TEXT,
@@ -400,7 +402,9 @@ def test_what_was_loaded_is_what_is_carried(tmp_path):
     assert get_tokenizer(str(tmp_path / "tokenizer")).encode(TEXT) == tokenizer.encode(TEXT)
 
 
-@pytest.mark.parametrize("pattern, kept", [(GPT2_PATTERN, True), (r"\s+|\S+", False)])
+@pytest.mark.parametrize("pattern, kept", [
+    (GPT2_PATTERN, True), (GPT2_PATTERN.replace(r"|\s+(", r"|\s+$|\s+("), True),
+    (r"\s+|\S+", False)])
 def test_the_table_of_a_name_of_tiktokens_is_carried_where_it_means_the_same(
         tmp_path, monkeypatch, pattern, kept):
     """Else it would have to be downloaded again wherever a checkpoint is read."""
@@ -415,6 +419,23 @@ def test_the_table_of_a_name_of_tiktokens_is_carried_where_it_means_the_same(
         again = get_tokenizer(str(tmp_path / called))
         assert again.encode(TEXT) == mine.encode(TEXT)
         assert again.fingerprint() == named.fingerprint()
+
+
+def test_cl100ks_pattern_is_tiktokens():
+    """Also of white space at the end of a text."""
+    table = {bytes([i]): i for i in range(256)} | {b"\n" + b" " * n: 255 + n for n in range(1, 5)}
+    theirs = tiktoken_pattern()
+    ours, named = (tokenizers.build("x", table, pattern, {"<|endoftext|>": 300})
+                   for pattern in (CL100K_PATTERN, theirs))
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(["a", "'s", " ", "\n", "\r", "12", "!", "é"], k=9))
+             for _ in range(3000)]
+    assert all(ours.encode(text) == named.encode(text) for text in texts)
+
+
+def tiktoken_pattern() -> str:
+    source = inspect.getsource(tiktoken_ext.openai_public.cl100k_base)
+    return tokenizers.re.search(r'"pat_str": r"""(.*?)"""', source)[1]
 
 
 def test_another_tokenizer_of_the_same_size_is_refused_with_both_named(tmp_path):
