@@ -204,7 +204,9 @@ def test_a_resumed_run_goes_by_its_own_settings_and_says_so(folder, monkeypatch,
     in_process(folder, monkeypatch, max_iters=2)
     mine = dict(momentum=0.5, weight_decay=0.0, beta1=0.1, beta2=0.2, seed=5, n_groups=4, n_grad=1,
                 n_nograd=0)
-    trainer = in_process(folder, monkeypatch, max_iters=20, init_from="resume", **mine)
+    trainer = make(folder, monkeypatch, max_iters=20, init_from="resume", **mine)
+    trainer.lock.close()
+    trainer.update()
     groups = [g for o in trainer.optimizers for g in o.param_groups]
     assert {g["weight_decay"] for g in groups} == {0.0}
     assert {g["momentum"] for g in groups if "momentum" in g} == {0.5}
