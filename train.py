@@ -44,7 +44,14 @@ from running.lock import Lock
 from running.log import Log, import_wandb, start_wandb
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Lost, Processes
-from running.start import check_data, model_config, restore, restore_best, starting_point
+from running.start import (
+    check_data,
+    model_config,
+    note_passes,
+    restore,
+    restore_best,
+    starting_point,
+)
 from solvers import solve
 from text.rows import TokenRows, load_meta
 from text.tokenizer import carried, carry_on
@@ -120,6 +127,8 @@ class Trainer:
             restore(self, state)
         elif state is not None:
             load_weights(self.model, state, source)
+        if state is not None:
+            note_passes(self, state)
         if processes.largest(self.step) != self.step:
             raise UserError(f"{self.path}: step {self.step} here, another process found a later "
                             "one: out_dir must be a folder that all nodes share")

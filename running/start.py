@@ -100,7 +100,7 @@ def load_optimizers(t, states: list[dict]):
 
 def restore(trainer, state: dict):
     """Continue the run of a checkpoint, by the settings of this one; says so where these mean
-    other rows, passes or another rate. Raises UserError if it has another model."""
+    other rows or another rate. Raises UserError if it has another model."""
     t = trainer
     load_weights(t.model, state, t.path)
     if not state.get("optimizers"):
@@ -131,8 +131,6 @@ def restore(trainer, state: dict):
                         "momentum", "beta1", "beta2", "dtype"), "")):
         if changed := differing(names, t.c, before):
             t.processes.print(f"note: goes on with {', '.join(changed)}{so}")
-    if other := differing(SCHEDULE, t.model_config, ModelConfig(**state["model_config"])):
-        t.processes.print(f"note: goes on with {', '.join(other)}; the weights fit")
     for step in range(t.step, t.c.max_iters, max(1, (t.c.max_iters - t.step) // 10)):
         now, then = learning_rate(step, t.c), learning_rate(step, before)
         if not 0.8 * then <= now <= 1.25 * then:
@@ -141,6 +139,12 @@ def restore(trainer, state: dict):
                               f"earlier settings had {then:.2e} (max_iters={t.c.max_iters}, there: "
                               f"{before.max_iters})")
             break
+
+
+def note_passes(t, state: dict):
+    """Say so where a trainer's passes are not those of the checkpoint that it begins with."""
+    if other := differing(SCHEDULE, t.model_config, ModelConfig(**state["model_config"])):
+        t.processes.print(f"note: goes on with {', '.join(other)}; the weights fit")
 
 
 def restore_best(path: Path, state: dict, say: Callable):

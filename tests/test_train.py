@@ -218,6 +218,12 @@ def test_a_resumed_run_goes_by_its_own_settings_and_says_so(folder, monkeypatch,
     assert "max_iters=20, there: 2" in said
 
 
+def test_other_passes_than_the_weights_had_are_said(folder, monkeypatch, capsys):
+    in_process(folder, monkeypatch, max_iters=1)
+    make(folder, monkeypatch, init_from="out", out_dir="tuned", n_groups=4).lock.close()
+    assert "note: goes on with n_groups=4 (there: 2); the weights fit" in capsys.readouterr().out
+
+
 def best_of(path) -> tuple[int, float]:
     state = load(path)
     return state["step"], state["best_val_loss"]
