@@ -44,7 +44,8 @@ from measure.schedules import (
 )
 from measure.timing import check, machine, write_results
 from running.devices import pick_device, pick_dtype
-from text.rows import SPLITS, data_of, note_if_longer, open_tokens, to_device
+from text.rows import data_of, note_if_longer, open_tokens, to_device
+from text.splits import SPLITS
 
 REFERENCE = (16, 32)  # groups and passes that stand in for decoding there
 GAIN = 0.001  # a pass that lowers the perplexity by so much is not the last one to look at

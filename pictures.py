@@ -36,6 +36,7 @@ from measure.timing import write_whole
 from model import Decoder, ModelConfig, rms_norm
 from running.devices import pick_device
 from text.rows import data_of
+from text.splits import SPLITS
 from text.tokenizer import Tokenizer, tokenizer_of
 
 PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"
@@ -581,8 +582,8 @@ def connectome(c: ConnectomeConfig):
     check_output(c.output)
     at_least(1, c, "rows", "fibres")
     at_least(0, c, "unusual")
-    if c.split not in ("train", "val", "test"):
-        raise UserError(f"split={c.split}: choose train, val or test")
+    if c.split not in SPLITS:
+        raise UserError(f"split={c.split}: choose one of {', '.join(SPLITS)}")
     plt, device, schedule = plot(), pick_device(c.device), Schedule("training")
     model, checkpoint = load_model(c.out_dir, device)
     if model.config.kv != "whitematter":

@@ -13,12 +13,11 @@ surrogate pair) becomes U+FFFD, a null is an empty document, and empty ones are 
 counted, and said at the end. Tokenizers are those of text/tokenizer.py: bytes, gpt2, qwen3, ..., or
 the path of a tokenizer.json or .tiktoken file.
 
-The ids are little endian, uint16 where the vocabulary fits and uint32 where not, with one EOS
-after every document; OUT_DIR/tokenizer has a copy of the tokenizer's files, or gpt2's or
-cl100k_base's table. No
-document is in two splits, unless one is nearly all: val.bin gets whole ones, chosen by their text,
-so that copies stay on the same side; or, as in the paper, test.bin is the last rows of the corpus
-and val.bin the rows before, and what they cut off is dropped.
+The ids are little endian, uint16 where the vocabulary fits and uint32 where not, with one EOS after
+every document; OUT_DIR/tokenizer has a copy of the tokenizer's files, or gpt2's or cl100k_base's
+table. No document is in two splits, unless one is nearly all: val.bin gets whole ones, chosen by
+their text, so that copies stay on the same side; or, as in the paper, test.bin is the last rows of
+the corpus and val.bin the rows before, and what they cut off is dropped.
 """
 
 import errno
@@ -38,7 +37,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -47,7 +46,7 @@ import numpy as np
 
 from configurator import UserError, joined, key, parse, run
 from running.lock import LOCK, Lock, Taken
-from running.signals import REQUESTS, UNFINISHED, say
+from running.signals import REQUESTS, UNFINISHED, deaf, held, say
 from text.documents import (
     FORMATS,
     Documents,
@@ -56,11 +55,9 @@ from text.documents import (
     import_parquet,
     python_documents,
 )
+from text.splits import ROW, SPLITS, take_rows, take_val
 from text.tokenizer import CARRIED, Tokenizer, carry, get_tokenizer, pieces
 
-SPLITS = ("train", "val", "test")
-LONG = 10_000  # tokens of a document, of which a part is something to measure on
-ROW = 2048  # tokens in a row of test.bin, as in the paper
 PART = 2**18  # characters of a document that are handled at a time
 BATCH = 2**20  # characters that a process gets at a time
 UNDER_WAY = ".prepare_data-"  # how the name of a folder begins that is not finished
@@ -208,19 +205,6 @@ def encode_batches(
         pool.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def deaf() -> Iterator[None]:
-    """Processes that are started in here never get a Ctrl-C, also not while they import."""
-    if not hasattr(signal, "pthread_sigmask"):  # on Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def cores() -> int:
     """CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -291,118 +275,6 @@ class Progress(AbstractContextManager):
               end="" if self.on_terminal else "\n")
 
 
-# --- splitting what is written
-
-
-def read_ids(path: Path, tokenizer: Tokenizer, start: int, stop: int) -> np.ndarray:
-    """Tokens `start` to `stop` of a file; a map of it would count as memory."""
-    dtype = tokenizer.dtype
-    return np.fromfile(path, dtype, stop - start, offset=start * dtype.itemsize)
-
-
-def move(folder: Path, start: int, stop: int, split: str, dtype: np.dtype) -> None:
-    """Move the tokens start..stop of train.bin to the end of another split's file."""
-    to, at, end = (n * dtype.itemsize for n in (start, start, stop))
-    with open(folder / "train.bin", "r+b") as source, open(folder / f"{split}.bin", "ab") as target:
-        source.seek(at)
-        while data := source.read(min(2**24, end - at)):
-            target.write(data)
-            at += len(data)
-        while data := source.read(2**24):  # what is behind them follows up
-            at += len(data)
-            source.seek(to)
-            source.write(data)
-            to += len(data)
-            source.seek(at)
-        source.truncate(to)
-
-
-def document_start(path: Path, tokenizer: Tokenizer, position: int) -> int:
-    """Where the document begins that holds the token at `position` of a file."""
-    while position > 0:
-        low = max(0, position - 2**20)
-        ends = np.flatnonzero(read_ids(path, tokenizer, low, position) == tokenizer.eos_id)
-        if len(ends):
-            return low + int(ends[-1]) + 1
-        position = low
-    return 0
-
-
-def take_rows(folder: Path, tokenizer: Tokenizer, split: str, rows: int) -> int:
-    """Move the last rows of train.bin to another split; the tokens dropped of a cut document."""
-    train = folder / "train.bin"
-    count = train.stat().st_size // tokenizer.dtype.itemsize
-    start = count - rows * ROW
-    if start <= 0:
-        raise UserError(f"--{split}_rows={rows} needs more than {rows * ROW} tokens, not {count}")
-    whole = document_start(train, tokenizer, start)
-    move(folder, start, count, split, tokenizer.dtype)
-    if whole == 0:
-        raise UserError(f"--{split}_rows={rows} leaves no whole document to train on")
-    os.truncate(train, whole * tokenizer.dtype.itemsize)
-    return start - whole
-
-
-def spans(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[int, int, bytes]]:
-    """Start, end and a digest of each document of a file."""
-    start, at, digest = 0, 0, hashlib.blake2b(digest_size=16)
-    while len(ids := read_ids(path, tokenizer, at, at + 2**22)):
-        first = 0
-        for end in np.flatnonzero(ids == tokenizer.eos_id) + 1:
-            digest.update(ids[first:end])
-            yield start, at + int(end), digest.digest()
-            start, first, digest = at + int(end), end, hashlib.blake2b(digest_size=16)
-        digest.update(ids[first:])
-        at += len(ids)
-
-
-def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
-    """Where chance gave val next to nothing, or more than train, give it about `fraction` of the
-    tokens: a document of which there is no copy, or the end of a long one."""
-    train, val = (folder / f"{split}.bin" for split in SPLITS[:2])
-    n_train, n_val = (path.stat().st_size // tokenizer.dtype.itemsize for path in (train, val))
-    count = n_train + n_val
-    wanted = count - max(1, int(count * (1 - fraction)))
-    if wanted / 4 <= n_val <= max(n_train, 1.5 * wanted):
-        return
-    with open(val, "rb") as source, open(train, "ab") as target:
-        shutil.copyfileobj(source, target)
-    texts = list(spans(train, tokenizer))
-    times = Counter(digest for _, _, digest in texts)
-    alone = [(start, stop) for start, stop, digest in texts if times[digest] == 1]
-    if not alone:  # copies are where chance has put them, all on one side
-        os.truncate(train, n_train * tokenizer.dtype.itemsize)
-        if n_val > n_train:
-            os.replace(train, folder / "smaller.bin")
-            os.replace(val, train)
-            os.replace(folder / "smaller.bin", val)
-        return
-    os.truncate(val, 0)
-    fit = [(start, stop) for start, stop in alone if stop - start <= max(count / 2, wanted)]
-    start, stop = min(reversed(fit), key=lambda at: abs(at[1] - at[0] - wanted), default=(0, 0))
-    first, last = max(alone, key=lambda at: at[1] - at[0])
-    if last - first >= LONG and stop - start < max(1, wanted / 4):
-        cut_end(folder, tokenizer, first, last, max(2, wanted))
-    elif stop:
-        move(folder, start, stop, "val", tokenizer.dtype)
-
-
-def cut_end(folder: Path, tokenizer: Tokenizer, first: int, last: int, wanted: int) -> None:
-    """Move about `wanted` tokens to val from the end of train.bin's document first..last: from
-    behind white space on, or from where a character begins."""
-    start = max(first + 1, last - wanted)
-    # not beyond its last token but EOS: val would have EOS alone
-    near = read_ids(folder / "train.bin", tokenizer, start - 1, min(start + PART, last - 2))
-    cuts = itertools.chain(
-        (cut for cut, token in enumerate(near, start)
-         if tokenizer.decode_bytes([token])[-1:].isspace()),
-        (cut for cut, token in enumerate(near[1:], start)
-         if not b"\x80" <= tokenizer.decode_bytes([token])[:1] < b"\xc0"))
-    move(folder, next(cuts, start), last - 1, "val", tokenizer.dtype)  # both end by an EOS
-    with open(folder / "val.bin", "ab") as file:
-        file.write(np.array([tokenizer.eos_id], tokenizer.dtype).tobytes())
-
-
 # --- all of it
 
 
@@ -451,25 +323,6 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
         if new and out.is_dir() and os.listdir(out) == [LOCK]:
             shutil.rmtree(out)
     return counts, meta
-
-
-@contextmanager
-def held() -> Iterator[None]:
-    """Signals that arrive in here count afterwards, but for those that train.py obeys at once."""
-    received, before = [], {}
-    if threading.current_thread() is not threading.main_thread():  # which none reaches
-        yield
-        return
-    for number in (getattr(signal, name, None) for name in REQUESTS):
-        if number is not None and signal.getsignal(number) is not None:  # not one of C's
-            before[number] = signal.signal(number, lambda number, _: received.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
 
 
 def digest_of(path: Path) -> str:

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 # from a terminal, a shell, a scheduler: kill, Ctrl-C, hang-up, warnings before a job's time is over
 REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGBREAK")
@@ -81,3 +82,35 @@ def say(said: str):
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError):  # whoever read it may have gone
             os.write(2, f"{said}\n".encode())
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+    """Processes that are started in here never get a Ctrl-C, also not while they import."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Signals that arrive in here count afterwards, but for those that train.py obeys at once."""
+    received, before = [], {}
+    if threading.current_thread() is not threading.main_thread():  # which none reaches
+        yield
+        return
+    for number in (getattr(signal, name, None) for name in REQUESTS):
+        if number is not None and signal.getsignal(number) is not None:  # not one of C's
+            before[number] = signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)

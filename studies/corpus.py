@@ -32,7 +32,8 @@ from pictures import plot, read_log, save
 from running.settings import TrainConfig
 from running.start import model_config
 from studies.jobs import Job, StudyConfig, read_records, study
-from text.rows import SPLITS, load_meta, open_tokens, prepared_since
+from text.rows import load_meta, open_tokens, prepared_since
+from text.splits import SPLITS
 
 SEEDS = 1337, 1338, 1339
 RATE = 2e-3  # of config/short.py

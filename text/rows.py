@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from configurator import UserError
+from text.splits import SPLITS
 from text.tokenizer import other_ids
-
-SPLITS = ("train", "val", "test")
 
 
 class TokenRows:
