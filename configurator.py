@@ -331,7 +331,7 @@ def unknown(key: str, defaults, where: str) -> str:
 def convert(value, kind, where: str):
     """`value`, text or a Python object, as `kind`; ints are floats too, nothing else bends."""
     kind, *none = typing.get_args(kind) or (kind,)  # X, or X | None
-    if none and (value is None or value in ("None", "none")[:1 if kind is str else 2]):
+    if none and (value in (None, "None") or value == "none" and kind is not str):
         return None
     if kind is bool:
         text = str(value).lower()

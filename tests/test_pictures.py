@@ -458,7 +458,7 @@ def test_convergence_of_what_bench_writes(checkpoint, figures):
     (["connectome", "--out_dir=nowhere"], "no such checkpoint"),
     (["connectome", "--out_dir=vanilla"], "kv=vanilla, but only whitematter's"),
     (["connectome", "--out_dir=wm", "--rows=0"], "rows=0: at least 1"),
-    (["connectome", "--out_dir=wm", "--split=all"], "split=all: choose train"),
+    (["connectome", "--out_dir=wm", "--split=all"], "split=all: choose one of train, val, test"),
     (["connectome", "--out_dir=wm", "--text=nowhere.txt"], "text=nowhere.txt: cannot read"),
     (["connectome", "--out_dir=wm", "--text=one.txt"], "1 tokens (text=one.txt): at least 2")))
 def test_bad_input(checkpoint, argv, message):

@@ -35,7 +35,7 @@ from text.huggingface import HuggingFace, byte_letters, end_of_document
 CARRIED = "tokenizer"  # folder in that of a data set or checkpoint
 PAIRS = ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")  # GPT-2's files, by two names
 PIECE = 2**14  # characters that tiktoken gets at a time: bounds the time that a long run takes
-ENDS = "a\n  ", "a \n", "a\n \n  ", "  ", " \n"  # of a text, as prompts have them
+TAILS = "a\n  ", "a \n", "a\n \n  ", "  ", " \n"  # of a text, as prompts have them
 PROBE = "It's 12345 HE'LL  say\n\n  {x: [x]}\t don't!?\r\n é中🙂"  # shows how text is split
 LOAD_SECONDS = 20  # a network that does not answer is not waited for any longer
 
@@ -46,6 +46,7 @@ LATER_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN_PATTERN = LATER_PATTERN.replace("DIGITS", "")
+# white space at the end of a text stays together here, line ends and all
 CL100K_PATTERN = LATER_PATTERN.replace("DIGITS", "{1,3}").replace(r"|\s*[", r"|\s+$|\s*[")
 # Qwen3's, in the order of their ids: control tokens, and those that text may spell
 QWEN_CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(
@@ -199,7 +200,7 @@ def table_of(tokenizer: Tokenizer) -> dict[str, bytes]:
         return {}
     other = build("", ranks, *TABLES[len(ranks)])
     if other.fingerprint() != tokenizer.fingerprint() or any(
-            other.encode(text) != tokenizer.encode(text) for text in ENDS):
+            other.encode(text) != tokenizer.encode(text) for text in TAILS):
         return {}
     table = b"".join(b"%s %d\n" % (base64.b64encode(token), i) for token, i in ranks.items())
     return {f"{tokenizer.name}.tiktoken": table}
