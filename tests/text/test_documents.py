@@ -15,6 +15,7 @@ from builders import MERGES, tokenizer_json
 
 import prepare_data
 from configurator import UserError
+from running.lock import Lock
 from text import documents, tokenizer
 from text.documents import Documents, fetch, find_files, fineweb_edu
 
@@ -394,3 +395,23 @@ def test_qwen3_is_downloaded_once(tmp_path, server, monkeypatch):
     for _ in range(2):
         assert tokenizer.get_tokenizer("qwen3").vocab_size == 407
     assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("page", [b"<html>Who are you?</html>", b"[1]"])
+def test_what_is_no_tokenizer_is_not_kept_as_qwen3s(tmp_path, server, monkeypatch, page):
+    server.files["/data/tokenizer.json"] = page
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tokenizer, "QWEN_URL", f"{server.url}/tokenizer.json")
+    with pytest.raises(UserError, match=f"'qwen3' .*{len(page)} bytes came, but of no json file"):
+        tokenizer.get_tokenizer("qwen3")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_two_downloads_do_not_share_a_folder(tmp_path, monkeypatch):
+    pytest.importorskip("fcntl")
+    monkeypatch.setattr(prepare_data, "import_parquet", lambda: None)
+    lock = Lock(tmp_path / "shards")
+    with pytest.raises(UserError, match="shards: another run is writing there"):
+        prepare_data.main(["fineweb-edu", "--tokenizer=bytes", f"--out_dir={tmp_path}"])
+    lock.close()
