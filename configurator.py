@@ -271,6 +271,12 @@ def at_least(least: int, c, *names: str):
             raise UserError(f"{name}={value}: at least {least} is needed")
 
 
+def no_tilde(c):
+    """Raise UserError for an out_dir in a folder called ~: shells expand none behind an =."""
+    if c.out_dir.startswith("~"):
+        raise UserError(f"out_dir={c.out_dir}: write {os.path.expanduser(c.out_dir)}")
+
+
 def joined(argv: list[str], defaults) -> list[str]:
     """argv with each `--key value` written `--key=value`; a boolean needs no value."""
     kinds, out, rest = typing.get_type_hints(type(defaults)), [], list(argv)
@@ -278,7 +284,7 @@ def joined(argv: list[str], defaults) -> list[str]:
         arg = rest.pop(0)
         kind = kinds.get(arg[2:].replace("-", "_")) if arg.startswith("--") else None
         if kind is not None and rest and not rest[0].startswith("--") and (
-                not is_boolean(kind) or rest[0].lower() in BOOLEANS):
+                not is_boolean(kind) or rest[0].lower() in (*BOOLEANS, "none")):
             arg = f"{arg}={rest.pop(0)}"
         out.append(arg)
     return out

@@ -44,7 +44,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import UserError, joined, key, parse, run
+from configurator import UserError, joined, key, no_tilde, parse, run
 from running.lock import LOCK, Lock, Taken
 from running.signals import REQUESTS, UNFINISHED, deaf, held, say
 from text.documents import (
@@ -425,6 +425,7 @@ def main(argv: list[str]) -> None:
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, stop)
     corpus, config = read_command(argv)
+    no_tilde(config)
     name, documents = corpus, None  # the default corpus needs no reading
     if config.input:
         files = find_files(config.input)

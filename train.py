@@ -150,7 +150,8 @@ class Trainer:
         share = flops and peak and flops / (peak * p.world)  # of the peak, a token a second
         if p.rank == 0:
             self.lock = self.lock or Lock(self.path.parent, p.print)
-            wandb = start_wandb(c, wandb_id) if c.wandb else None
+            if c.wandb:  # with the model's own sizes, which may be a checkpoint's
+                wandb = start_wandb(asdict(c) | asdict(self.model_config), wandb_id)
         self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, share, p, c,
                        wandb, self.lock)
 
@@ -283,7 +284,9 @@ class Trainer:
     def steps(self, signals: Signals | None) -> int:
         """All that are left, or those until a signal, whose number it returns."""
         c, p, stop = self.c, self.processes, 0
-        if self.step and self.is_due() and p.largest(p.rank == 0 and not self.log.validated):
+        # what the log has may be of other validation rows
+        known = self.log.validated and self.best_id == self.val_id
+        if self.step and self.is_due() and p.largest(p.rank == 0 and not known):
             self.evaluate()
         while self.step < c.max_iters and not stop:
             self.update()

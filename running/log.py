@@ -6,7 +6,6 @@ import csv
 import math
 import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -147,11 +146,13 @@ def import_wandb():
     return package("wandb", "wandb=True: the package is not installed (pip install wandb)")
 
 
-def start_wandb(c, run_id: str | None):
-    """Weights & Biases' run: the one of the checkpoint, if there is one, else a new one."""
+def start_wandb(settings: dict, run_id: str | None):
+    """Weights & Biases' run: the one of the checkpoint, if there is one, else a new one, with the
+    settings of the run and its model."""
     try:
-        return import_wandb().init(project=c.wandb_project, name=c.out_dir, config=asdict(c),
-                                   id=run_id, resume="allow")
+        return import_wandb().init(project=settings["wandb_project"],
+                                   name=settings["out_dir"], config=settings, id=run_id,
+                                   resume="allow")
     except Exception as error:  # no key, no network, no disk: all of its own kinds
         raise UserError(f"wandb=True: {brief(error)} (`wandb login` stores a key; WANDB_MODE="
                         "offline needs none; --wandb=false goes without)") from None

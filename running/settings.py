@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, at_least, key, parse, ranks
+from configurator import UserError, at_least, key, no_tilde, parse, ranks
 
 SCHEDULE = ("n_groups", "n_nograd", "n_grad")
 SYSTEMS = "whitematter, vanilla, nofeedback, lckv, feedback, fusedkv, fusedkv_lite, recurrent"
@@ -72,6 +72,7 @@ class TrainConfig:
 def settings(argv: list[str], usage: str) -> TrainConfig:
     """The settings of a command line. Raises UserError for what cannot work together."""
     c = parse(TrainConfig(), argv, usage)
+    c.dataset = os.path.normpath(c.dataset)  # a slash behind it makes no other data set of it
     rank, world, _ = ranks()
     check(c, rank, world)
     return c
@@ -95,6 +96,7 @@ def check(c: TrainConfig, rank: int = 0, world: int = 1):
     if c.gradient_accumulation_steps % world:
         raise UserError(f"gradient_accumulation_steps={c.gradient_accumulation_steps} counts the "
                         f"micro-steps of all processes: no multiple of the {world} processes here")
+    no_tilde(c)
     if (Path(c.out_dir) / "meta.json").is_file():
         raise UserError(f"out_dir={c.out_dir}: a data set is there; a run needs another folder")
     known = c.init_from in ("scratch", "resume", "auto") or c.init_from.startswith("auto:")

@@ -14,6 +14,7 @@ it has nothing left to do.
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -111,6 +112,7 @@ def outcome(out: Path) -> dict:
 
 def check_dataset(c: CorpusConfig):
     """Raise UserError for a file of results that has runs of another data set."""
+    c.dataset = os.path.normpath(c.dataset)  # as train.py calls it
     others = {r["dataset"] for r in read_records(c.json, "dataset")} - {c.dataset}
     if others:
         raise UserError(f"json={c.json}: it has results of dataset={', '.join(others)}, and "

@@ -56,6 +56,7 @@ def test_a_blank_serves_as_well_as_an_equals_sign(tmp_path):
                               "--n-grad", "none", "--compile", "--out_dir", "-x"], "")
     assert (c.block_size, c.batch_size, c.wandb, c.kernels, c.n_grad, c.compile, c.out_dir) == (
         32, 5, True, False, None, True, "-x")
+    assert parse(c, ["--compile", "None"], "").compile is None
     assert joined(["--dataset", "--seed", "3", "a"], c) == ["--dataset", "--seed=3", "a"]
     with pytest.raises(UserError, match="--dataset needs a value: --dataset=python"):
         parse(TrainConfig(), ["--dataset", "--seed", "3"], "")

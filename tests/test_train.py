@@ -30,6 +30,7 @@ from runs import (
 import checkpoint
 import train
 from configurator import UserError, parse, run
+from running.settings import settings
 from running.start import model_config
 from train import Lost, TrainConfig
 
@@ -254,7 +255,7 @@ def test_losses_on_other_validation_rows_are_not_compared(folder, monkeypatch, c
     trainer = make(folder, monkeypatch, max_iters=3, **run | other)
     assert "note: the best loss so far was one of other validation rows" in capsys.readouterr().out
     assert trainer.rows_seen == (0 if other == {"dataset": "other"} else TINY["batch_size"])
-    trainer.validate = iter((math.nan, 98.0)).__next__
+    trainer.validate = iter((math.nan, math.nan, 98.0)).__next__
     trainer.run()
     assert best_of("out/best.pt") == (3, 98.0) and best_of("out/best-previous.pt") == first
     in_process(folder, monkeypatch, max_iters=3, **run | other)
@@ -262,6 +263,19 @@ def test_losses_on_other_validation_rows_are_not_compared(folder, monkeypatch, c
     in_process(folder, monkeypatch, max_iters=1, **run | {"init_from": "scratch"})
     assert sorted(p.name for p in Path("out/previous").glob("best*")) == ["best-previous.pt",
                                                                            "best.pt"]
+
+
+def test_a_finished_run_is_evaluated_once_on_other_validation_rows(folder, monkeypatch, capsys):
+    """And a slash behind the data set's name makes no other rows."""
+    run = dict(max_iters=1, eval_interval=1)
+    in_process(folder, monkeypatch, **run)
+    name = settings(arguments(**run, dataset=TINY["dataset"] + "/"), "").dataset
+    in_process(folder, monkeypatch, **run, init_from="auto", dataset=name)
+    assert "note" not in capsys.readouterr().out
+    for _ in range(2):
+        in_process(folder, monkeypatch, **run, init_from="auto", eval_rows=5)
+        with open("out/log.csv", newline="") as f:
+            assert [bool(r["val_loss"]) for r in csv.DictReader(f)] == [False, True, True]
 
 
 def test_a_best_loss_outlives_a_run_without_evaluations(folder, monkeypatch, capsys):
@@ -589,9 +603,11 @@ def test_a_best_checkpoint_that_a_kill_has_cut_short_is_made_again(folder, monke
     (["--n_head=6", "--n_kv_head=4"], ["n_head=6", "n_kv_head=4"]),
     (["--device=cuda:9"], ["cuda", "not available", "cpu"]),
     (["--device=meta"], ["meta", "not available"]),
+    (["--device=hpu"], ["hpu", "not available"]),  # torch lacks its package
     (["--kv=vanila"], ["vanila", "vanilla"]),
     (["--dtype=float8"], ["float8", "bfloat16"]),
     (["--init_from=resume", "--out_dir=empty"], ["empty"]),
+    (["--out_dir=~/empty"], ["out_dir=~/empty", f"{Path.home()}/empty"]),
 ])
 def test_a_run_that_cannot_begin_says_why(folder, monkeypatch, capsys, args, words):
     monkeypatch.chdir(folder)

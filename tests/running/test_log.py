@@ -175,6 +175,9 @@ def test_wandb_gets_the_log_and_a_resumed_run_goes_on_in_the_same_one(folder, mo
     assert begun[0]["name"] == "out" and begun[0]["config"]["seed"] == TrainConfig.seed
     assert [r[0] for r in rows] == [0, 1, 2, 2, 3, 0, 1]
     assert rows[0][1]["loss"] > 0 and rows[2][1]["val_loss"] > 0
+    train.main(["--dataset=random", "--init_from=out", "--out_dir=new", "--max_iters=1", "--wandb",
+                "--batch_size=1", "--block_size=8", "--warmup_iters=0", "--eval_rows=0"])
+    assert begun[3]["config"]["n_layer"] == begun[0]["config"]["n_layer"] != TrainConfig.n_layer
 
 
 def test_wandb_without_a_key_is_one_line(folder, monkeypatch, capsys):
