@@ -145,6 +145,8 @@ def less_memory(c) -> str:
         advice.append(f"--block_size={T // 2} takes less")
     if (getattr(c, "num_samples", None) or 1) > 1:
         advice.append(f"--num_samples={c.num_samples // 2} takes less")
+    if (getattr(c, "max_new_tokens", None) or 1) > 1:  # there is room for all from the start
+        advice.append(f"--max_new_tokens={c.max_new_tokens // 2} takes less")
     return "; otherwise ".join(advice + ["a smaller model, shorter texts, or another device"])
 
 

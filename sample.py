@@ -9,7 +9,8 @@ Continue a text with a trained model.
 The prompt is prefilled by a solver (section 3.3), then every token costs one pass of the stack on
 the cache of k channels and one evaluation of the pool (section 3.2). The text goes to stdout,
 speed and remarks to stderr. A sample ends at EOS, before the text of --stop or after
-max_new_tokens. Sample i (from 0) is what a run of its prompt alone gives with the seed seed + i.
+max_new_tokens. Sample i (from 0) draws as a run of its prompt alone does with the seed seed + i, and
+so is the same text, unless rounding turns a draw, as it may in bfloat16.
 
 Prompt and new tokens together may be more than the block_size of training: nothing is cut off,
 positions simply go on, with a note on stderr, as such positions were never trained.
@@ -129,7 +130,7 @@ def read_starts(c: SampleConfig) -> list[str]:
         if not text:
             raise UserError(f"prompts={c.prompts}: this file is empty, a prompt on each line is "
                             "needed")
-        return text.removesuffix("\n").split("\n")
+        return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     if c.start.startswith("FILE:"):
         return [read_text(c.start[5:], f"start={c.start}")]
     return [c.start]
@@ -180,7 +181,7 @@ class Writer:
         remark("a line is a prompt, Ctrl-C ends its continuation, Ctrl-D (or Ctrl-Z) leaves")
         while True:
             try:
-                start = input("> ")
+                start = input("> ").removesuffix("\r")
             except (EOFError, KeyboardInterrupt):
                 return print()
             try:
@@ -197,6 +198,8 @@ def main(argv: list[str]):
     check_choice(c)
     if c.solver not in SOLVERS:
         raise UserError(f"solver={c.solver}: choose one of {', '.join(SOLVERS)}")
+    if c.solver == "jacobi" and c.n_groups not in (None, 1):
+        raise UserError(f"n_groups={c.n_groups}: jacobi has one group; solver=cyclic takes several")
     starts = read_starts(c)
     writer = Writer(c)
     if c.interactive:

@@ -453,9 +453,13 @@ def test_a_file_of_prompts(checkpoint, capsys, tmp_path):
     assert read.out.split("--- sample ")[1:] == [
         f"{i} of 6 ---\n{texts[(i - 1) // 2]}" for i in range(1, 7)]
     assert "prefill of 13 tokens" in read.err  # each prompt once; the empty one is an EOS
+    (tmp_path / "p.txt").write_bytes(b"one\r\n\r\nthe\x0cthird\r\n")
+    assert run_main(capsys, f"prompts={tmp_path}/p.txt", "num_samples=2", *argv).out == read.out
     (tmp_path / "p.txt").write_text("")
     with pytest.raises(UserError, match="prompts=.*empty"):
         sample.main([f"--out_dir={checkpoint}", f"--prompts={tmp_path}/p.txt"])
+    with pytest.raises(UserError, match="n_groups=3: jacobi has one group"):
+        sample.main(["--solver=jacobi", "--n_groups=3"])
 
 
 def test_interactive(checkpoint, capsys, monkeypatch):
