@@ -9,8 +9,8 @@ Continue a text with a trained model.
 The prompt is prefilled by a solver (section 3.3), then every token costs one pass of the stack on
 the cache of k channels and one evaluation of the pool (section 3.2). The text goes to stdout,
 speed and remarks to stderr. A sample ends at EOS, before the text of --stop or after
-max_new_tokens. Sample i (from 0) draws as a run of its prompt alone does with the seed seed + i, and
-so is the same text, unless rounding turns a draw, as it may in bfloat16.
+max_new_tokens. Sample i (from 0) draws as a run of its prompt alone does with the seed seed + i,
+and so is the same text, unless rounding turns a draw, as it may in bfloat16.
 
 Prompt and new tokens together may be more than the block_size of training: nothing is cut off,
 positions simply go on, with a note on stderr, as such positions were never trained.

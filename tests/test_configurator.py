@@ -111,7 +111,7 @@ def test_less_memory_is_the_same_step_where_there_is_one():
     assert less_memory(TrainConfig(batch_size=9, gradient_accumulation_steps=2)).startswith(
         "--batch_size=3 --gradient_accumulation_steps=6 ")
     assert less_memory(TrainConfig(batch_size=1, block_size=64)).startswith("--block_size=32 ")
-    assert "; otherwise --max_new_tokens=250 takes less; " in less_memory(SampleConfig(num_samples=2))
+    assert " otherwise --max_new_tokens=250 takes less;" in less_memory(SampleConfig(num_samples=2))
     assert less_memory(None).startswith("a smaller model")
 
 
