@@ -24,19 +24,16 @@ import errno
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,7 +43,7 @@ import numpy as np
 
 from configurator import UserError, joined, key, no_tilde, parse, run
 from running.lock import LOCK, Lock, Taken
-from running.signals import REQUESTS, UNFINISHED, deaf, held, say
+from running.signals import REQUESTS, UNFINISHED, held, say
 from text.documents import (
     FORMATS,
     Documents,
@@ -59,9 +56,9 @@ from text.splits import ROW, SPLITS, take_rows, take_val
 from text.tokenizer import CARRIED, Tokenizer, carry, get_tokenizer, pieces
 
 PART = 2**18  # characters of a document that are handled at a time
-BATCH = 2**20  # characters that a process gets at a time
+BATCH = 2**20  # characters that a thread gets at a time
 UNDER_WAY = ".prepare_data-"  # how the name of a folder begins that is not finished
-POOL_BYTES = 2**25  # of input, below which more processes take longer to start than they save
+POOL_BYTES = 2**25  # of input, below which one thread is enough
 
 
 @dataclass
@@ -73,7 +70,7 @@ class PrepareConfig:
     val_fraction: float = key(0.05, "of the documents, for val.bin")
     val_rows: int = key(0, f"instead, as many last rows of {ROW} tokens, before those of test.bin")
     test_rows: int = key(0, f"as many last rows of {ROW} tokens become test.bin; paper: 5000")
-    processes: int = key(0, "that tokenise; 0: one a core for large inputs. The bytes are the same")
+    processes: int = key(0, "threads that tokenise; 0: one a core for large inputs")
     seed: int = key(1337, "of the choice of val.bin and of the default corpus's order")
     shards: int = key(160, "of fineweb-edu, of 100 MB and 50 M Qwen tokens each, at most 1823")
     shard_dir: str = key("", "where they are kept; empty: OUT_DIR/shards")
@@ -158,49 +155,19 @@ def encode_batch(tokenizer: Tokenizer, batch: list) -> tuple[dict[str, bytes], i
     return data, size
 
 
-worker_tokenizer: Tokenizer  # of a worker process, which gets it once
-
-
-def start_worker(tokenizer: Tokenizer) -> None:
-    """Keep the tokenizer, leave Ctrl-C to the main process, and end where that is killed."""
-    global worker_tokenizer  # noqa: PLW0603
-    worker_tokenizer = tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=follow, args=(multiprocessing.parent_process(),), daemon=True).start()
-
-
-def follow(process) -> None:
-    """End when another process has ended."""
-    process.join()
-    os._exit(1)
-
-
-def work(batch: list) -> tuple[dict[str, bytes], int]:
-    return encode_batch(worker_tokenizer, batch)
-
-
 def encode_batches(
-    source: Iterable[list], tokenizer: Tokenizer, processes: int
+    source: Iterable[list], tokenizer: Tokenizer, threads: int
 ) -> Iterator[tuple[dict[str, bytes], int]]:
-    """The batches encoded, in their order; a few per process are under way, never all."""
-    if processes == 1:
-        yield from (encode_batch(tokenizer, batch) for batch in source)
-        return
-    # spawned, as on every platform; forked ones would inherit locks of tiktoken's threads
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, start_worker, (tokenizer,))
+    """The batches encoded, in their order; a few per thread are under way, never all."""
+    pool = ThreadPoolExecutor(threads)  # the libraries let go of Python's lock while they encode
     try:
         waiting: deque = deque()
         for batch in source:
-            with deaf():  # it may start a process
-                waiting.append(pool.submit(work, batch))
-            if len(waiting) > 2 * processes:
+            waiting.append(pool.submit(encode_batch, tokenizer, batch))
+            if len(waiting) > 2 * threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise UserError(f"a worker process has died; with fewer than --processes={processes} "
-                        "there is more memory for each") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -209,7 +176,7 @@ def cores() -> int:
     """CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
-    return min(os.cpu_count() or 1, 61)  # more are too many for a pool on Windows
+    return os.cpu_count() or 1
 
 
 def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, folder: Path,
@@ -218,12 +185,12 @@ def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, fo
     counts = Counter(documents=0, empty=0, short=0, bytes=0)
     source = batches(documents, config, counts)
     size = getattr(documents, "size", 0)
-    processes = config.processes or (cores() if size > POOL_BYTES else 1)
+    threads = config.processes or (cores() if size > POOL_BYTES else 1)
     with (
         open(folder / "train.bin", "wb") as train_file,
         open(folder / "val.bin", "wb") as val_file,
         Progress("tokenise") as progress,
-        closing(encode_batches(source, tokenizer, processes)) as encoded,
+        closing(encode_batches(source, tokenizer, threads)) as encoded,
     ):
         progress.show(0, 0)
         for data, text_bytes in encoded:

@@ -85,19 +85,6 @@ def say(said: str):
 
 
 @contextlib.contextmanager
-def deaf() -> Iterator[None]:
-    """Processes that are started in here never get a Ctrl-C, also not while they import."""
-    if not hasattr(signal, "pthread_sigmask"):  # on Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
 def held() -> Iterator[None]:
     """Signals that arrive in here count afterwards, but for those that train.py obeys at once."""
     received, before = [], {}

@@ -36,9 +36,8 @@ class HuggingFace:
             if table["model"].get(part):
                 raise ValueError(f"its model has {part}={table['model'][part]!r}, as no byte-level "
                                  "BPE has")
-        self.content = json.dumps(table)
         try:
-            self.library = library.Tokenizer.from_str(self.content)
+            self.library = library.Tokenizer.from_str(json.dumps(table))
         except Exception as error:  # of no kind of its own
             raise ValueError(str(error)) from None
         self.library.encode_special_tokens = True  # as ordinary text
@@ -56,9 +55,6 @@ class HuggingFace:
         self.n_vocab, self.special_tokens_set = max(self.tokens) + 1, set(special)
         self.encode_single_token = special.__getitem__
         self.decode_single_token_bytes = self.tokens.__getitem__
-
-    def __reduce__(self):
-        return HuggingFace, (self.content,)
 
     def encode_to_numpy(self, text: str, **_) -> np.ndarray:
         """The ids of a text, control tokens in it being text, the other added ones not."""

@@ -4,7 +4,6 @@ import base64
 import importlib.util
 import inspect
 import json
-import pickle
 import random
 import shutil
 import sys
@@ -106,8 +105,7 @@ def test_a_tokenizer_json_gives_the_ids_of_its_library(tmp_path, kind):
     assert len(text) > 2 * tokenizers.PIECE  # it is cut
     for t in [*TORTURE, TEXT, text]:
         expected = reference.encode(t, add_special_tokens=False).ids
-        for ours in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):  # as a worker gets it
-            assert ours.encode(t) == expected, t
+        assert tokenizer.encode(t) == expected, t
         nfc = unicodedata.normalize("NFC", t) if kind in ("neox", "qwen3") else t
         assert tokenizer.decode(expected) == nfc
     assert tokenizer.eos_id not in tokenizer.encode(text)
