@@ -6,7 +6,7 @@ A multiplication and an addition are two; matrix products and attention count, n
 Dimensions: T tokens, L layers, D width, H query heads, d head size, k channels, g groups.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -156,11 +156,18 @@ class CountedAttention(torch.autograd.Function):
         return None, None, *(torch.empty_like(t) for t in ctx.saved_tensors)
 
 
-@dataclass
 class Tally:
-    """Attention that counts: four FLOP per visible pair of query and key and feature."""
+    """Counts a model's attention in place of computing it: four FLOP per visible pair of query and
+    key and feature. A model on the meta device takes real indices, so that its pairs are known.
+    """
 
-    flops: float = 0.0
+    def __init__(self, model: Decoder):
+        self.flops, self.device = 0.0, model.embed.weight.device
+        self.place, self.embed_tokens = model.place, model.embed_tokens
+        model.place, model.embed_tokens = self.placed, self.embedded
+        model.attention = self.attend
+        if model.config.kv == "recurrent":
+            model.attend = self.layer
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: attention.Rows, sink=None) -> Tensor:
         B, T, H, d = q.shape
@@ -171,33 +178,6 @@ class Tally:
               cache: attention.Cache) -> Tensor:
         """For `Recurrent.attend`: as a sink, the own entry is one key more."""
         return self.attend(q, cache.k[layer], cache.v[layer], rows, own[-1])
-
-
-class TallyCache(attention.Cache):
-    """A cache of which attention counts."""
-
-    def attend(self, q: Tensor, channel: int, rows: attention.Rows) -> Tensor:
-        sink = self.sink and tuple(s[channel] for s in self.sink)
-        return self.tally.attend(q, self.k[channel], self.v[channel], rows, sink)
-
-
-class Weightless:
-    """Lets a model on the meta device take real indices, so that its pairs can be counted, and
-    counts its attention."""
-
-    def __init__(self, model: Decoder, tally: Tally):
-        self.device, self.tally = model.embed.weight.device, tally
-        self.place, self.embed_tokens = model.place, model.embed_tokens
-        model.place, model.embed_tokens = self.placed, self.embedded
-        self.new_cache, model.new_cache = model.new_cache, self.cache
-        model.attention = tally.attend
-        if model.config.kv == "recurrent":
-            model.attend = tally.layer
-
-    def cache(self, *args, **kwargs) -> TallyCache:
-        cache = self.new_cache(*args, **kwargs)
-        cache.__class__, cache.tally = TallyCache, self.tally
-        return cache
 
     def placed(self, *args) -> attention.Rows:
         rows = self.place(*args)
@@ -216,7 +196,7 @@ def count_flops(config: ModelConfig, block_size: int, mode: str, device: str = "
     4 H d; its backward pass, where one runs, is taken as 2.5 forward ones, as PyTorch's formula
     for flash attention does. Norms, RoPE, activations and sums count as nothing.
     """
-    from unittest.mock import MagicMock
+    from unittest.mock import MagicMock, patch
 
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -225,12 +205,12 @@ def count_flops(config: ModelConfig, block_size: int, mode: str, device: str = "
     with torch.device(device):
         model = build(replace(config, eos_id=None))
     idx = torch.zeros(1, block_size, dtype=torch.long)
-    tally, counter = Tally(), FlopCounterMode(display=False)
-    Weightless(model, tally)
+    tally, counter = Tally(model), FlopCounterMode(display=False)
     # a count per module is not wanted, and its hooks fail on parameters used without gradients
     counter.mod_tracker = MagicMock(parents={"Global"})
     cache = model.new_cache(1, block_size, like=model.embed.weight)  # for decoding, not counted
-    with counter, torch.set_grad_enabled(mode == "training"):
+    of_caches = patch.object(attention, "attend", tally.attend)
+    with of_caches, counter, torch.set_grad_enabled(mode == "training"):
         if mode == "training":
             solve(model, idx).final.sum().backward()
         elif mode == "prefill":
