@@ -388,8 +388,8 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
 
 def main(argv: list[str]) -> None:
     """Run the command line. Raises UserError."""
-    for number in (getattr(signal, name, None) for name in REQUESTS):
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+    for number in REQUESTS:
+        if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, stop)
     corpus, config = read_command(argv)
     no_tilde(config)

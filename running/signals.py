@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator
 
 # from a terminal, a shell, a scheduler: kill, Ctrl-C, hang-up, warnings before a job's time is over
-REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGBREAK")
+NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGBREAK")
+REQUESTS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 UNFINISHED: set[str] = set()  # folders that are removed where a process ends at once
 SAME = 2.0  # seconds in which a repeat is the same request: torchrun passes on what it receives
 
@@ -30,9 +31,7 @@ class Signals:
     def __init__(self):
         self.received, self.begun = None, False
         self.interrupted = None  # when Ctrl-C was pressed first
-        self.numbers = {number for name in REQUESTS
-                        if (number := getattr(signal, name, None)) is not None
-                        and signal.getsignal(number) is not signal.SIG_IGN}
+        self.numbers = {n for n in REQUESTS if signal.getsignal(n) is not signal.SIG_IGN}
         # Python runs a handler when the main thread comes back from C++, which may be never; the
         # number is written to a socket at once, and the thread there needs no other
         self.reader, self.writer = socket.socketpair()
@@ -91,8 +90,8 @@ def held() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # which none reaches
         yield
         return
-    for number in (getattr(signal, name, None) for name in REQUESTS):
-        if number is not None and signal.getsignal(number) is not None:  # not one of C's
+    for number in REQUESTS:
+        if signal.getsignal(number) is not None:  # not one of C's
             before[number] = signal.signal(number, lambda number, _: received.append(number))
     try:
         yield

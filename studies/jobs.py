@@ -127,9 +127,8 @@ def run_jobs(jobs: list[Job], path: str, logs: Path, at_once: int, minutes: floa
     train.py saves.
     """
     stop, lock, pool = threading.Event(), threading.Lock(), ThreadPoolExecutor(at_once)
-    asked = {getattr(signal, name, None) for name in REQUESTS} - {None, signal.SIGINT}
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in asked
-              if signal.getsignal(number) is not signal.SIG_IGN}
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in REQUESTS
+              if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_IGN}
     try:
         made = [pool.submit(run_job, job, path, logs, stop, lock) for job in jobs]
         wait(made, minutes and 60 * minutes, FIRST_EXCEPTION)
