@@ -190,12 +190,7 @@ def carry(tokenizer: Tokenizer, folder: Path) -> str:
 def table_of(tokenizer: Tokenizer) -> dict[str, bytes]:
     """A .tiktoken file of a tokenizer that has no files, by its name; none if that would not give
     the same ids, as the table does not say how to split text."""
-    ranks = {}
-    for i in range(tokenizer.encoding.n_vocab):
-        with contextlib.suppress(KeyError):  # of no token
-            ranks[tokenizer.encoding.decode_single_token_bytes(i)] = i
-    for token in tokenizer.encoding.special_tokens_set:
-        ranks.pop(token.encode(), None)
+    ranks = tokenizer.encoding._mergeable_ranks  # so tiktoken's README extends an encoding
     if len(ranks) not in TABLES:
         return {}
     other = build("", ranks, *TABLES[len(ranks)])
