@@ -364,13 +364,11 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
     if len(inputs) > 1 or not all(arg[len("--input="):].strip() for arg in inputs):
         raise UserError(f"{' '.join(inputs)}: names no file or is there twice; --input takes one "
                         "list, --input=a.txt,b.txt, and Python's own English comes without it")
-    for name in names:
-        if name not in CORPORA and any(arg.startswith("--input=") for arg in argv):
-            raise UserError(f"{name}: --input takes one list, --input=a.txt,b.txt, or a pattern in "
-                            "quotes, --input='*.txt'")
-        if name not in CORPORA:
-            raise UserError(f"{name}: no such corpus, there are {' and '.join(CORPORA)}; your own "
-                            f"text: --input={name}")
+    if unknown := [name for name in names if name not in CORPORA]:
+        raise UserError(f"{unknown[0]}: " + (
+            "--input takes one list, --input=a.txt,b.txt, or a pattern in quotes, --input='*.txt'"
+            if inputs else f"no such corpus, there are {' and '.join(CORPORA)}; your own text: "
+            f"--input={unknown[0]}"))
     corpus = names[0] if names else "python"
     config = parse(CORPORA[corpus], [arg for arg in argv if arg not in names], __doc__)
     if names and (config.input or len(names) > 1):
@@ -481,9 +479,8 @@ def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,
     dataset = os.path.relpath(out_dir, "data")
     if dataset.startswith(os.pardir):
         dataset = os.path.abspath(out_dir)
-    settings = "config/wm16.py" if config.test_rows == PAPER.test_rows else "config/tiny.py"
-    command = ["python", "train.py", settings, f"--dataset={dataset}"]
-    row = 2048 if config.test_rows == PAPER.test_rows else 256  # tokens, by that file
+    settings, row = ("wm16", 2048) if config.test_rows == PAPER.test_rows else ("tiny", 256)
+    command = ["python", "train.py", f"config/{settings}.py", f"--dataset={dataset}"]
     shortest = min((n for split, n in meta["tokens"].items() if n and split != "test"), default=0)
     if 1 < shortest <= row:
         command.append(f"--block_size={shortest - 1}")
