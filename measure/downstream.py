@@ -100,17 +100,14 @@ class Scorer:
     def score_rows(self, rows: list[tuple[list[int], int]]) -> tuple[list[float], list[bool]]:
         """The same for a batch, one row each."""
         x = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in rows], batch_first=True)
-        at, targets = [], []
-        for b, (ids, first) in enumerate(rows):
-            at += [(b, t) for t in range(first - 1, len(ids) - 1)]
-            targets += ids[first:]
-        device = self.model.embed.weight.device
-        b, t = torch.tensor(at, device=device).T
-        h = self.schedule(self.model, x.to(device)).final[b, t]  # (targets, D)
+        targets = pad_sequence([torch.tensor([-1] * (first - 1) + ids[first:])
+                                for ids, first in rows], batch_first=True, padding_value=-1)
+        device, scored = self.model.embed.weight.device, targets >= 0  # (B, T)
+        h = self.schedule(self.model, x.to(device)).final[scored.to(device)]  # (targets, D)
         nats = torch.zeros(len(rows), dtype=torch.float64)
         missed = torch.zeros_like(nats)
-        for part, of, y in zip(h.split(CHUNK), b.cpu().split(CHUNK),
-                               torch.tensor(targets).split(CHUNK)):
+        for part, of, y in zip(h.split(CHUNK), scored.nonzero()[:, 0].split(CHUNK),
+                               targets[scored].split(CHUNK)):
             logp = upcast(self.model.logits(part)).log_softmax(-1)
             hit = logp.gather(1, y.to(device)[:, None])[:, 0].cpu()
             nats.index_add_(0, of, hit.double())
