@@ -140,24 +140,20 @@ def draw(text: str, seed: int) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def encode_batch(tokenizer: Tokenizer, batch: list) -> tuple[dict[str, bytes], int]:
+def encode_batch(tokenizer: Tokenizer, batch: list) -> tuple[dict[str, bytearray], int]:
     """What each split's file gets from a batch, and the batch's size in bytes of UTF-8."""
-    ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS[:2]}
-    eos = np.array([tokenizer.eos_id], np.uint32)
-    size = 0
+    data, size = {split: bytearray() for split in SPLITS[:2]}, 0
+    eos = np.array([tokenizer.eos_id], tokenizer.dtype).tobytes()
     for split, part, is_last in batch:
-        ids[split].append(tokenizer.encode_array(part))
-        if is_last:
-            ids[split].append(eos)
+        data[split] += tokenizer.encode_array(part).astype(tokenizer.dtype).tobytes()
+        data[split] += eos * is_last
         size += len(part.encode("utf-8", "replace"))
-    data = {split: np.concatenate(parts).astype(tokenizer.dtype).tobytes() if parts else b""
-            for split, parts in ids.items()}
     return data, size
 
 
 def encode_batches(
     source: Iterable[list], tokenizer: Tokenizer, threads: int
-) -> Iterator[tuple[dict[str, bytes], int]]:
+) -> Iterator[tuple[dict[str, bytearray], int]]:
     """The batches encoded, in their order; a few per thread are under way, never all."""
     pool = ThreadPoolExecutor(threads)  # the libraries let go of Python's lock while they encode
     try:
@@ -172,20 +168,14 @@ def encode_batches(
         pool.shutdown(cancel_futures=True)
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, folder: Path,
                     config: PrepareConfig) -> Counter:
     """Write the files of all splits in `folder`; counts of what came. Raises UserError."""
     counts = Counter(documents=0, empty=0, short=0, bytes=0)
     source = batches(documents, config, counts)
     size = getattr(documents, "size", 0)
-    threads = config.processes or (cores() if size > POOL_BYTES else 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = config.processes or (size > POOL_BYTES and cores) or 1
     with (
         open(folder / "train.bin", "wb") as train_file,
         open(folder / "val.bin", "wb") as val_file,
