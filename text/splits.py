@@ -29,19 +29,16 @@ def read_ids(path: Path, tokenizer: Tokenizer, start: int, stop: int) -> np.ndar
 
 def move(folder: Path, start: int, stop: int, split: str, dtype: np.dtype) -> None:
     """Move the tokens start..stop of train.bin to the end of another split's file."""
-    to, at, end = (n * dtype.itemsize for n in (start, start, stop))
-    with open(folder / "train.bin", "r+b") as source, open(folder / f"{split}.bin", "ab") as target:
-        source.seek(at)
-        while data := source.read(min(2**24, end - at)):
+    train, left = folder / "train.bin", (stop - start) * dtype.itemsize
+    with open(train, "rb") as source, open(folder / f"{split}.bin", "ab") as target:
+        source.seek(start * dtype.itemsize)
+        while data := source.read(min(2**24, left)):
             target.write(data)
-            at += len(data)
-        while data := source.read(2**24):  # what is behind them follows up
-            at += len(data)
-            source.seek(to)
-            source.write(data)
-            to += len(data)
-            source.seek(at)
-        source.truncate(to)
+            left -= len(data)
+        with open(train, "r+b") as rest:  # what is behind them follows up
+            rest.seek(start * dtype.itemsize)
+            shutil.copyfileobj(source, rest)
+            rest.truncate()
 
 
 def document_start(path: Path, tokenizer: Tokenizer, position: int) -> int:
