@@ -274,9 +274,11 @@ def at_least(least: int, c, *names: str):
 
 
 def no_tilde(c):
-    """Raise UserError for an out_dir in a folder called ~: shells expand none behind an =."""
-    if c.out_dir.startswith("~"):
-        raise UserError(f"out_dir={c.out_dir}: write {os.path.expanduser(c.out_dir)}")
+    """Raise UserError for a folder that would be called ~: shells expand none behind an =."""
+    for name in ("out_dir", "shard_dir"):
+        given = getattr(c, name, "")
+        if (meant := os.path.expanduser(given)) != given:
+            raise UserError(f"{name}={given}: write {meant}")
 
 
 def joined(argv: list[str], defaults) -> list[str]:

@@ -70,7 +70,7 @@ class PrepareConfig:
     val_fraction: float = key(0.05, "of the documents, for val.bin")
     val_rows: int = key(0, f"instead, as many last rows of {ROW} tokens, before those of test.bin")
     test_rows: int = key(0, f"as many last rows of {ROW} tokens become test.bin; paper: 5000")
-    processes: int = key(0, "threads that tokenise; 0: one a core for large inputs")
+    processes: int = key(0, "threads, 0: one a core for large inputs; the bytes are the same")
     seed: int = key(1337, "of the choice of val.bin and of the default corpus's order")
     shards: int = key(160, "of fineweb-edu, of 100 MB and 50 M Qwen tokens each, at most 1823")
     shard_dir: str = key("", "where they are kept; empty: OUT_DIR/shards")
@@ -175,7 +175,7 @@ def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, fo
     source = batches(documents, config, counts)
     size = getattr(documents, "size", 0)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = config.processes or (size > POOL_BYTES and cores) or 1
+    threads = config.processes or (size > POOL_BYTES and min(cores, 32)) or 1
     with (
         open(folder / "train.bin", "wb") as train_file,
         open(folder / "val.bin", "wb") as val_file,

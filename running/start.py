@@ -3,6 +3,7 @@ Where a run begins: from nothing, from a checkpoint's weights, or where an earli
 """
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import fields
@@ -71,7 +72,7 @@ def check_data(c: TrainConfig, meta: dict, state: dict, say: Callable = print) -
         raise UserError(f"data/{c.dataset} has {said[0]}, the checkpoint {said[1]}: its weights "
                         "mean nothing for other ids; prepare the data set with the checkpoint's "
                         "tokenizer")
-    if c.dataset != state["config"].get("dataset"):
+    if c.dataset != os.path.normpath(state["config"].get("dataset") or ""):
         return False
     said = prepared_again(meta, theirs)
     if said:
@@ -115,12 +116,15 @@ def restore(trainer, state: dict):
         t.best, t.saved = float(state["best_val_loss"]), t.step
         before = TrainConfig(**{f.name: state["config"][f.name] for f in fields(TrainConfig)
                                 if f.name in state["config"]})
+        before.dataset = os.path.normpath(before.dataset)  # earlier versions kept a slash
+        if best_id := state.get("best_id"):
+            best_id = [os.path.normpath(best_id[0]), *best_id[1:]]
         learning_rate(t.step, before)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise damaged(t.path, error) from None
     if t.c.dataset != before.dataset:
         t.rows_seen = 0
-    t.best_id = state.get("best_id")
+    t.best_id = best_id
     if t.val_rows is not None:
         t.best_id = t.best_id or t.identify(before, state["meta"])  # earlier versions had none
         if t.best_id != t.val_id and t.best < math.inf:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from runs import refused
 
+import prepare_data
 from configurator import UserError, explained, joined, less_memory, parse, run, run_command, session
 from measure.timing import write_json
 from running.devices import pick_device, pick_dtype
@@ -244,3 +245,11 @@ def test_help_and_a_misspelt_setting_need_no_torch(tmp_path, script):
         assert result.returncode == status, result.stderr
         said = "did you mean out_dir" if status else "--out_dir="
         assert said in result.stdout + result.stderr
+
+
+def test_no_folder_is_called_tilde(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for setting in ("--out_dir=~/x", "--shard_dir=~/x"):
+        refused(["fineweb-edu", setting], capsys, setting[2:], f"write {Path.home()}/x",
+                main=prepare_data.main)
+    assert not list(tmp_path.iterdir())

@@ -190,7 +190,7 @@ def carry(tokenizer: Tokenizer, folder: Path) -> str:
 def table_of(tokenizer: Tokenizer) -> dict[str, bytes]:
     """A .tiktoken file of a tokenizer that has no files, by its name; none if that would not give
     the same ids, as the table does not say how to split text."""
-    ranks = tokenizer.encoding._mergeable_ranks  # so tiktoken's README extends an encoding
+    ranks = tokenizer.encoding._mergeable_ranks  # private, but tiktoken's README shows it
     if len(ranks) not in TABLES:
         return {}
     other = build("", ranks, *TABLES[len(ranks)])
