@@ -327,24 +327,20 @@ class Shape(NamedTuple):
     N: int
     P: int  # every P-th source, from FIRST on, is one of the router's INPUTS
 
-    def of(self, kernel: str) -> tuple[dict, int]:
+    def of(self, kernel) -> tuple[dict, int]:
         """Constants of a kernel and its launch options; and its tokens (or programs)."""
-        tokens, elements, warps, stages = CONFIGS[kernel]
-        if kernel == "mix":  # few tokens, as in decoding, are one for each multiprocessor
+        tokens, elements, warps, stages = CONFIGS[kernel.__name__.removesuffix("_kernel")]
+        if kernel is mix_kernel:  # few tokens, as in decoding, are one for each multiprocessor
             tokens = min(tokens, triton.cdiv(self.N, MULTIPROCESSORS))
         LP, KP = (max(16, triton.next_power_of_2(n)) for n in (self.L, self.K))
-        whole = triton.next_power_of_2(self.D)
-        c = dict(L=self.L, BLOCK_D=whole, num_warps=warps, num_stages=stages)
-        if kernel not in ("unit", "radial"):
-            c.update(K=self.K, KP=KP, LP=LP, BLOCK_D=min(whole, max(16, elements // LP)))
-        if kernel not in ("mix", "weights"):
-            first = (self.L - 1) % self.P
-            c.update(FIRST=first, P=self.P, INPUTS=len(range(first, self.L, self.P)))
-        if kernel != "states":
-            c.update(TOKENS=tokens)
-        if kernel in ("mix", "states"):
-            c.update(WHOLE=c["BLOCK_D"] >= self.D)
-        return c, tokens
+        block = triton.next_power_of_2(self.D)
+        if "LP" in kernel.arg_names:
+            block = min(block, max(16, elements // LP))
+        c = dict(L=self.L, K=self.K, LP=LP, KP=KP, P=self.P, FIRST=(self.L - 1) % self.P,
+                 INPUTS=triton.cdiv(self.L, self.P), TOKENS=tokens, BLOCK_D=block,
+                 WHOLE=block >= self.D)
+        c = {name: c[name] for name in kernel.arg_names if name in c}
+        return dict(c, num_warps=warps, num_stages=stages), tokens
 
 
 def check(states: tuple[Tensor, ...], f: "Folded", s: Shape):
@@ -361,7 +357,7 @@ def check(states: tuple[Tensor, ...], f: "Folded", s: Shape):
         raise ValueError(f"{s.L} sources of width {s.D}: at most 32, and a multiple of 16 up to "
                          "2048, are possible")
     shapes = (2, s.L, s.D), (2, s.K, s.L)
-    inputs = len(range((s.L - 1) % s.P, s.L, s.P))
+    inputs = triton.cdiv(s.L, s.P)
     if (f.gain.shape, f.bias.shape) != shapes or (
             f.router is not None and f.router.shape != (2 * s.K * s.L, inputs * s.D)):
         raise ValueError(f"gain, bias {shapes} and router {2 * s.K * s.L, inputs * s.D} are needed")
@@ -375,12 +371,12 @@ def mix_forward(states: tuple[Tensor, ...], f: "Folded", s: Shape) -> tuple[Tens
     rstd, scale = new(s.N, s.L), new(s.N, 2, s.K)
     out = h.new_empty(2, s.K, s.N, s.D)
     x = None if f.router is None else h.new_empty(s.N, f.router.size(1))
-    c, tokens = s.of("unit")
+    c, tokens = s.of(unit_kernel)
     unit_kernel[triton.cdiv(s.N, tokens), s.L](states, rstd, x, s.N, s.D, h.stride(0), **c)
     alpha = f.bias.flatten().to(h.dtype)
     if f.router is not None:
         alpha = torch.addmm(alpha, x, f.router.mT)
-    c, tokens = s.of("mix")
+    c, tokens = s.of(mix_kernel)
     mix_kernel[triton.cdiv(s.N, tokens),](
         states, rstd, f.gain, alpha, out, scale, s.N, s.D, h.stride(0),
         0 if f.router is None else alpha.stride(0), **c)
@@ -389,7 +385,7 @@ def mix_forward(states: tuple[Tensor, ...], f: "Folded", s: Shape) -> tuple[Tens
 
 def gain_rows(s: Shape) -> int:
     """Programs along the tokens of states_kernel, each with rows of its own for dgain."""
-    c, programs = s.of("states")
+    c, programs = s.of(states_kernel)
     return min(max(1, programs // triton.cdiv(s.D, c["BLOCK_D"])), s.N)
 
 
@@ -401,13 +397,13 @@ def mix_backward(dc: Tensor, states: tuple[Tensor, ...], f: "Folded", s: Shape, 
     stride = h.stride(0), 0 if f.router is None else alpha.stride(0)
     dalpha = h.new_empty(s.N, 2 * s.K * s.L)
     turn, radial = torch.empty_like(scale), torch.empty_like(rstd)
-    c, tokens = s.of("weights")
+    c, tokens = s.of(weights_kernel)
     weights_kernel[triton.cdiv(s.N, tokens),](states, rstd, f.gain, alpha, scale, dc, dalpha, turn,
                                               radial, s.N, s.D, *stride, **c)
     dx = None if f.router is None else dalpha @ f.router
-    states_c, _ = s.of("states")
+    states_c, _ = s.of(states_kernel)
     if f.router is not None and not states_c["WHOLE"]:
-        c, tokens = s.of("radial")
+        c, tokens = s.of(radial_kernel)
         radial_kernel[triton.cdiv(s.N, tokens), c["INPUTS"]](
             states, rstd, dx, radial, s.N, s.D, h.stride(0), **c)
     dh = h.new_empty(s.L, s.N, s.D)
