@@ -26,6 +26,7 @@ as L tensors (N, D), or views of a stacked one: nothing is copied together. Tile
 (k, D) of one token, L and k padded to LP and KP, powers of two of at least 16, for tl.dot.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -384,15 +385,15 @@ def mix_forward(states: tuple[Tensor, ...], f: "Folded", s: Shape) -> tuple[Tens
 
 
 def gain_rows(s: Shape) -> int:
-    """Programs along the tokens of states_kernel, each with rows of its own for dgain."""
+    """Programs along the tokens of states_kernel, at most, each with rows of its own for dgain."""
     c, programs = s.of(states_kernel)
-    return min(max(1, programs // triton.cdiv(s.D, c["BLOCK_D"])), s.N)
+    return max(1, programs // triton.cdiv(s.D, c["BLOCK_D"]))
 
 
 def mix_backward(dc: Tensor, states: tuple[Tensor, ...], f: "Folded", s: Shape, alpha: Tensor,
                  rstd: Tensor, scale: Tensor, dgain: Tensor) -> tuple[Tensor, ...]:
     """dh (L, N, D), d alpha (N, 2 k L). The gain's gradient is added to the first rows of dgain
-    (`gain_rows` at least, 2, L, D), float32, whose sum it is."""
+    (`gain_rows`, 2, L, D), float32, whose sum it is."""
     h, dc = states[0], dc.contiguous()
     stride = h.stride(0), 0 if f.router is None else alpha.stride(0)
     dalpha = h.new_empty(s.N, 2 * s.K * s.L)
@@ -407,7 +408,7 @@ def mix_backward(dc: Tensor, states: tuple[Tensor, ...], f: "Folded", s: Shape, 
         radial_kernel[triton.cdiv(s.N, tokens), c["INPUTS"]](
             states, rstd, dx, radial, s.N, s.D, h.stride(0), **c)
     dh = h.new_empty(s.L, s.N, s.D)
-    states_kernel[gain_rows(s), triton.cdiv(s.D, states_c["BLOCK_D"])](
+    states_kernel[min(len(dgain), s.N), triton.cdiv(s.D, states_c["BLOCK_D"])](
         states, rstd, f.gain, alpha, scale, turn, radial, dc, dx, dh, dgain, s.N, s.D, *stride,
         **states_c)
     return dh, dalpha
@@ -450,22 +451,16 @@ class Folded:
         self.stride = stride
         self.gain, self.bias, self.proj, *router = (w.detach().to(dtype) for w in weights)
         self.router = router[0] if router else None
-        self.dgain, self.sums = None, None
+        self.sums = None
         self.link = Collect.apply(self.gradients, self.gain, *weights)
 
-    def add_up(self, rows: int) -> tuple[Tensor, ...]:
+    def add_up(self, rows: int) -> list[Tensor | None]:
         """Running sums of the gradients: gain (rows, 2, L, D), bias, proj, router (or None)."""
-        zeros = lambda like, *more: torch.zeros(  # noqa: E731
-            *more, *like.shape, dtype=torch.float32, device=like.device)
         if self.sums is None:
-            self.sums = [None if w is None else zeros(w)
-                         for w in (self.bias, self.proj, self.router)]
-        if self.dgain is None or len(self.dgain) < rows:  # the dummy's evaluation has few
-            more = zeros(self.gain, rows)
-            if self.dgain is not None:
-                more[:len(self.dgain)] = self.dgain
-            self.dgain = more
-        return self.dgain, *self.sums
+            zeros = partial(torch.zeros, dtype=torch.float32, device=self.gain.device)
+            self.sums = [zeros(rows, *self.gain.shape), *(
+                w if w is None else zeros(w.shape) for w in (self.bias, self.proj, self.router))]
+        return self.sums
 
     def gradients(self) -> list[Tensor]:
         dgain, *sums = self.add_up(1)
