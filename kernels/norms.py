@@ -15,6 +15,8 @@ Dimensions: N tokens, D width, H query heads, Hkv key-value heads, F = H or H + 
 are projected together, d head size (its halves are rotated), k channels.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -368,38 +370,31 @@ def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps,
     add_to_partial(row, sum_a, sum_b, HALF, BLOCK)
 
 
-def columns_of(columns: slice | Tensor) -> tuple[Tensor | None, int, int]:
-    """columns, first, step: as the kernels want them."""
+def run(kernel, most: float, projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor,
+        columns: slice | Tensor, k: Tensor, v: Tensor, *results: Tensor):
+    """`store` or `take` by its kernel, with at most so many programs for a head of a channel."""
+    (_, C, B, T, _), (Hkv, d) = projected.shape, k.shape[3:]
     if isinstance(columns, Tensor):
-        return columns.contiguous(), 0, 1
-    return None, columns.start or 0, columns.step or 1
+        places, first, step = columns.contiguous(), 0, 1
+    else:
+        places, first, step = None, columns.start or 0, columns.step or 1
+    options = config(kernel.__name__.removesuffix("_kernel"), d // 2)
+    kernel[min(most, triton.cdiv(B * T, options["ROWS"])), Hkv, C](
+        projected, gain.weight, cos, sin, k, v, places, *results, B * T, EPS, T, first, step,
+        *k.stride()[:4], KV=Hkv, HALF=d // 2, **options)
 
 
 def store(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice | Tensor,
           k: Tensor, v: Tensor):
     """Write projected keys and values (2, k, B, T, Hkv d) to `columns` of k, v (k, B, S, Hkv, d),
     the keys normed with gains (k, d) and rotated by cos, sin (B, T, d / 2)."""
-    (_, C, B, T, _), (Hkv, d) = projected.shape, k.shape[3:]
-    N = B * T
-    columns, first, step = columns_of(columns)
-    options = config("store", d // 2)
-    store_kernel[triton.cdiv(N, options["ROWS"]), Hkv, C](
-        projected, gain.weight, cos, sin, k, v, columns, N, EPS, T, first, step,
-        *k.stride()[:4], KV=Hkv, HALF=d // 2, **options)
+    run(store_kernel, math.inf, projected, gain, cos, sin, columns, k, v)
 
 
 def take(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice | Tensor,
          dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gradients of `projected` and `gain` (None where its `partial` collects it) out of those of
     the cache, dk and dv, which are zero there afterwards."""
-    (_, C, B, T, _), (Hkv, d) = projected.shape, dk.shape[3:]
-    N = B * T
-    columns, first, step = columns_of(columns)
-    dx = torch.empty_like(projected)
-    partial = gain.rows(STORE_PROGRAMS, Hkv)
-    options = config("take", d // 2)
-    programs = min(len(partial), triton.cdiv(N, options["ROWS"]))
-    take_kernel[programs, Hkv, C](
-        projected, gain.weight, cos, sin, dk, dv, columns, dx, partial, N, EPS, T, first, step,
-        *dk.stride()[:4], KV=Hkv, HALF=d // 2, **options)
+    dx, partial = torch.empty_like(projected), gain.rows(STORE_PROGRAMS, dk.size(3))
+    run(take_kernel, len(partial), projected, gain, cos, sin, columns, dk, dv, dx, partial)
     return dx, gain.total(partial)
