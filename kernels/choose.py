@@ -160,24 +160,18 @@ def pick_kernel(logits, stride, top, largest, groups, u, count, ids, B, V, n_chu
     tl.store(ids + b, tl.where(best == BAD, -1, chosen))
 
 
-def draw(c: Choice, logits: Tensor, n: Tensor, out: Tensor):
-    """What calling the choice does, by these kernels."""
-    choose(logits[:, :c.n_ids], c.u, n, c.temperature, c.top_k, out)
-
-
-def choose(logits: Tensor, u: Tensor, count: Tensor, temperature: float, top_k: int | None,
-           out: Tensor):
-    """`decoding.choose` of bfloat16 logits (B, V), by row `count` (1,) of the numbers u (n, B): ids
-    to out (B,)."""
-    (B, V), greedy, device = logits.shape, temperature < 1e-6, logits.device
+def choose(choice: Choice, logits: Tensor, count: Tensor, out: Tensor):
+    """What calling the choice does, by kernels, for bfloat16 logits (B, V)."""
+    logits, greedy = logits[:, :choice.n_ids], choice.temperature < 1e-6
+    (B, V), device, top_k = logits.shape, logits.device, choice.top_k
     n_chunks = triton.cdiv(V, CHUNK)
     n_groups = n_chunks * CHUNK // GROUP
     top = torch.empty(B, n_chunks, dtype=torch.long, device=device)
     largest, groups = torch.empty(2, B, n_groups, dtype=torch.int32, device=device)
     row = logits, logits.stride(0), top, largest
     best_kernel[B, n_chunks](*row, V, GROUP=GROUP, CHUNK=CHUNK, num_warps=WARPS, **launch())
-    pick_kernel[B,](*row, groups, u, count, out, B, V, n_chunks, n_groups,
-                    1.0 if greedy else temperature, min(top_k or V, V), GREEDY=greedy,
+    pick_kernel[B,](*row, groups, choice.u, count, out, B, V, n_chunks, n_groups,
+                    1.0 if greedy else choice.temperature, min(top_k or V, V), GREEDY=greedy,
                     TOP_K=bool(top_k), GROUP=GROUP, GROUPS=GROUPS,
                     CHUNKS=triton.next_power_of_2(n_chunks), BLOCK=triton.next_power_of_2(n_groups),
                     num_warps=PICK_WARPS, **launch())

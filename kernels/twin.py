@@ -21,7 +21,7 @@ from baselines import NoFeedback, Recurrent
 from decoding import Choice, Steps
 from kernels import decode, norms
 from kernels import loss as head
-from kernels.choose import draw
+from kernels.choose import choose
 from kernels.compiled import rms_norm
 from kernels.known import hooked
 from kernels.linear import Copies, Linear, add_waiting, linear
@@ -63,7 +63,7 @@ class Twin:
     def faster(self, choice):
         """The same choice of tokens by kernels, if these serve it."""
         serves = isinstance(choice, Choice) and choice.top_p == 1 and self.dtype == torch.bfloat16
-        return partial(draw, choice) if serves and self.chooses else choice
+        return partial(choose, choice) if serves and self.chooses else choice
 
     def loss(self, h: Tensor, targets: Tensor) -> Tensor:
         a = rms_norm(h, self.norm.weight).flatten(0, -2)

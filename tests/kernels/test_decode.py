@@ -107,12 +107,12 @@ def test_choose_is_that_of_the_plain_path(how, monkeypatch):
     count = torch.tensor([2], device=DEVICE)
     plain = decoding.choose(logits, u[2], **how)
 
-    mine = torch.empty_like(plain)
-    choose_kernels.choose(logits, u, count, **how, out=mine)
+    mine, choice = torch.empty_like(plain), decoding.Choice(u, **how, top_p=1.0, n_ids=None)
+    choose_kernels.choose(choice, logits, count, mine)
     assert mine.tolist() == plain.tolist()
     logits[0, 5] = logits[2, 0] = torch.nan
     logits[3, 1], logits[5, 36] = torch.inf, -torch.inf
-    choose_kernels.choose(logits, u, count, **how, out=mine)
+    choose_kernels.choose(choice, logits, count, mine)
     assert (mine == -1).nonzero().flatten().tolist() == [0, 2, 3, 5]
 
 
