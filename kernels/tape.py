@@ -24,10 +24,19 @@ FEW = 8  # so few queries of a row are decoding: then programs share the keys
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink: Sink | None = None) -> Tensor:
     """`attention.attend` by the kernels."""
-    decoding = q.size(1) <= FEW and not torch.is_grad_enabled()
-    inputs = q, k, v, rows.start, rows.stop, *(sink or ())
-    return triton_attention.decode_forward(*inputs)[0] if decoding else \
-        triton_attention.attention(*inputs)
+    if not torch.is_grad_enabled():
+        return read(q, k, v, rows, sink)[0]
+    return triton_attention.attention(q, k, v, rows.start, rows.stop, *(sink or ()))
+
+
+def read(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink: Sink | None,
+         *own: Tensor) -> tuple[Tensor, Tensor]:
+    """`attend` without gradients, and the base-2 logarithms of the sums. `own`: one more key and
+    value (B, T, Hkv, d) for each query, which are merged into the sum of the others."""
+    few = q.size(1) <= FEW
+    forward = triton_attention.decode_forward if few else triton_attention.attention_forward
+    sums = forward(q, k, v, rows.start, rows.stop, *(sink or ()))
+    return merge_own(q, *own, *sums) if own else sums
 
 
 class TapeCache(Cache):
@@ -65,18 +74,12 @@ class TapeCache(Cache):
         else:
             store(projected, gain, rows.cos, rows.sin, rows.columns, self.k_all, self.v_all)
 
-    def attend(self, q: Tensor, channel: int, rows: Rows) -> Tensor:
+    def attend(self, q: Tensor, channel: int, rows: Rows, *own: Tensor) -> Tensor:
+        """`Cache.attend`; with `own`, each query reads one more entry (B, T, Hkv, d) of its own."""
+        sink = self.sinks[channel]
         if not torch.is_grad_enabled():
-            return attend(q, self.k[channel], self.v[channel], rows, self.sinks[channel])
-        out, self.link = Read.apply(self.link, q, self.tape, channel, rows, self.sinks[channel])
-        return out
-
-    def attend_with_own(self, q: Tensor, own_k: Tensor, own_v: Tensor, channel: int,
-                        rows: Rows) -> Tensor:
-        """`attend`, and each query on one more entry (B, T, Hkv, d) of its own."""
-        if not torch.is_grad_enabled():
-            return with_own(q, own_k, own_v, self.k[channel], self.v[channel], rows)[0]
-        out, self.link = Read.apply(self.link, q, self.tape, channel, rows, None, own_k, own_v)
+            return read(q, self.k[channel], self.v[channel], rows, sink, *own)[0]
+        out, self.link = Read.apply(self.link, q, self.tape, channel, rows, sink, *own)
         return out
 
     def first(self, n: int) -> "TapeCache":
@@ -204,12 +207,12 @@ class WriteProjected(torch.autograd.Function):
 class Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, link, q, tape, channel, rows, sink, *own):
-        """`attend` or, with each query's own entry, `with_own`; and a new link."""
+        """`TapeCache.attend`, and a new link."""
         ctx.set_materialize_grads(False)
         ctx.tape, ctx.channel, ctx.rows, ctx.sink = tape, channel, rows, sink
         ctx.n, tape.untouched = len(tape.undo), False
         k, v = tape.k[channel], tape.v[channel]
-        out, lse2 = with_own(q, *own, k, v, rows) if own else triton_attention.attention_forward(
+        out, lse2 = read(q, k, v, rows, None, *own) if own else triton_attention.attention_forward(
             q, k, v, rows.start, rows.stop, *(sink or ()))
         ctx.save_for_backward(q, out, lse2, *own)
         return out, link.clone()
@@ -231,12 +234,3 @@ class Read(torch.autograd.Function):
         if own:
             dq, *d_own = own_gradients(d_out, q, *own, out, lse2, dq)
         return d_link, dq, None, None, None, None, *d_own
-
-
-def with_own(q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor,
-             rows: Rows) -> tuple[Tensor, Tensor]:
-    """Attention on k, v and on one more entry of each query's own, which is merged into the sum of
-    the others; and the base-2 logarithm of the whole sum."""
-    few = q.size(1) <= FEW and not torch.is_grad_enabled()
-    forward = triton_attention.decode_forward if few else triton_attention.attention_forward
-    return merge_own(q, own_k, own_v, *forward(q, k, v, rows.start, rows.stop))

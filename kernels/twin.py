@@ -156,7 +156,7 @@ class TwinRecurrent:
 
     def attend(self, layer: int, q: Tensor, h: list[Tensor], own: list, rows: Rows,
                cache: TapeCache) -> Tensor:
-        return cache.attend_with_own(q, *own[-1], layer, rows)
+        return cache.attend(q, layer, rows, *own[-1])
 
 
 class TwinNorm(nn.Module):
