@@ -103,18 +103,3 @@ def add_product(total: Tensor, a: Tensor, b: Tensor):
         add(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a.to(total.dtype) @ b.to(total.dtype)
-
-
-class Copies:
-    """Copies of weights in low precision, side by side in one piece of memory."""
-
-    def __init__(self, weights: list[Tensor], dtype: torch.dtype):
-        self.weights = [w.detach() for w in weights]
-        sizes = [w.numel() for w in weights]
-        flat = weights[0].new_empty(sum(sizes), dtype=dtype)
-        self.copies = [x.view_as(w) for x, w in zip(flat.split(sizes), weights)]
-        self.renew()
-
-    def renew(self):
-        """After the weights have changed."""
-        torch._foreach_copy_(self.copies, self.weights)

@@ -24,7 +24,7 @@ from kernels import loss as head
 from kernels.choose import choose
 from kernels.compiled import rms_norm
 from kernels.known import hooked
-from kernels.linear import Copies, Linear, add_waiting, linear
+from kernels.linear import Linear, add_waiting, linear
 from kernels.norms import Gain, add_norm, split_heads
 from kernels.pool import Folded, fold, fold_up_to
 from kernels.swiglu import swiglu
@@ -77,6 +77,10 @@ class Twin:
             add_waiting(module)
         for gain in self.gains:
             gain.collect()
+
+    def renew(self):
+        """Have the copies follow the weights."""
+        torch._foreach_copy_(self.copies, self.copied)
 
 
 def states(self, x: Tensor, rows: Rows, cache: TapeCache | None = None, first: int = 0,
@@ -201,8 +205,13 @@ def twin(model: Decoder, dtype: torch.dtype, training: bool, unknown: set[str]) 
     other.__class__ = type("Fast" + type(model).__name__, tuple(bases), methods)
     other.dtype = dtype
     other.linears = [m for m in other.modules() if isinstance(m, Linear)]
-    copies = Copies([other.embed.weight, *(m.weight for m in other.linears)], dtype)
-    other.embed_copy, *rest = copies.copies
+    other.copied = [m.weight.detach() for m in (other.embed, *other.linears)]
+    sizes = [w.numel() for w in other.copied]
+    # side by side, so that those of one input are one matrix
+    flat = other.copied[0].new_empty(sum(sizes), dtype=dtype)
+    other.copies = [x.view_as(w) for x, w in zip(flat.split(sizes), other.copied)]
+    other.renew()
+    other.embed_copy, *rest = other.copies
     for module, its in zip(other.linears, rest):
         module.copy = its
     gains = [m.gain for m in other.modules() if isinstance(m, TwinNorm)]
@@ -210,7 +219,7 @@ def twin(model: Decoder, dtype: torch.dtype, training: bool, unknown: set[str]) 
         rows = (norms.STORE_PROGRAMS, model.config.n_kv_head) if training else ()
         other.key_gain = Gain(model.kv_pool.key_norm, *rows)
         gains.append(other.key_gain)
-    other.gains, other.renew = gains, copies.renew
+    other.gains = gains
     other.decodes, other.chooses = not unknown, "choice" not in unknown
     # parameters that are no nn.Linear's meet states in half precision
     other.plainly = not fused or isinstance(model, WhiteMatter) and TwinPool not in bases
