@@ -47,16 +47,6 @@ def cross_entropy_kernel(logits, targets, count, nll, V: tl.constexpr, GRADIENT:
             tl.store(logits + c, g.to(logits.dtype.element_ty), c < V)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> Tensor:
-    """Losses (N,) of logits (N, V), float32, 0 for targets of -1; with `gradient`, that of their
-    sum / count takes the place of the logits."""
-    N, V = logits.shape
-    nll = logits.new_empty(N, dtype=torch.float32)
-    cross_entropy_kernel[N,](logits, targets, count, nll, V=V, GRADIENT=gradient,
-                             BLOCK=min(BLOCK, triton.next_power_of_2(V)), num_warps=WARPS)
-    return nll
-
-
 def loss(a: Tensor, w: Tensor, copy: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats of normed states a (N, D) by the head w (V, D), whose copy in low
     precision computes the logits; targets (N,) of -1 do not count."""
@@ -76,8 +66,12 @@ class CrossEntropy(torch.autograd.Function):
             chunk = slice(i, i + CHUNK)
             a_ = a[chunk].to(copy.dtype)
             logits = a_ @ copy.mT
-            total += cross_entropy(logits, targets[chunk], count, needed).sum()
-            if needed:
+            nll = logits.new_empty(len(logits), dtype=torch.float32)
+            cross_entropy_kernel[len(logits),](
+                logits, targets[chunk], count, nll, V=len(w), GRADIENT=needed,
+                BLOCK=min(BLOCK, triton.next_power_of_2(len(w))), num_warps=WARPS)
+            total += nll.sum()
+            if needed:  # the logits are their gradient now
                 da[chunk] = logits @ copy
                 add_product(dw, logits.mT, a_)
         ctx.save_for_backward(da, dw)
