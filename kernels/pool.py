@@ -364,56 +364,6 @@ def check(states: tuple[Tensor, ...], f: "Folded", s: Shape):
         raise ValueError(f"gain, bias {shapes} and router {2 * s.K * s.L, inputs * s.D} are needed")
 
 
-def mix_forward(states: tuple[Tensor, ...], f: "Folded", s: Shape) -> tuple[Tensor, ...]:
-    """Channels (2, k, N, D), then what the backward needs: x, alpha, rstd, scale."""
-    check(states, f, s)
-    h = states[0]
-    new = lambda *shape: h.new_empty(shape, dtype=torch.float32)  # noqa: E731
-    rstd, scale = new(s.N, s.L), new(s.N, 2, s.K)
-    out = h.new_empty(2, s.K, s.N, s.D)
-    x = None if f.router is None else h.new_empty(s.N, f.router.size(1))
-    c, tokens = s.of(unit_kernel)
-    unit_kernel[triton.cdiv(s.N, tokens), s.L](states, rstd, x, s.N, s.D, h.stride(0), **c)
-    alpha = f.bias.flatten().to(h.dtype)
-    if f.router is not None:
-        alpha = torch.addmm(alpha, x, f.router.mT)
-    c, tokens = s.of(mix_kernel)
-    mix_kernel[triton.cdiv(s.N, tokens),](
-        states, rstd, f.gain, alpha, out, scale, s.N, s.D, h.stride(0),
-        0 if f.router is None else alpha.stride(0), **c)
-    return out, x, alpha, rstd, scale
-
-
-def gain_rows(s: Shape) -> int:
-    """Programs along the tokens of states_kernel, at most, each with rows of its own for dgain."""
-    c, programs = s.of(states_kernel)
-    return max(1, programs // triton.cdiv(s.D, c["BLOCK_D"]))
-
-
-def mix_backward(dc: Tensor, states: tuple[Tensor, ...], f: "Folded", s: Shape, alpha: Tensor,
-                 rstd: Tensor, scale: Tensor, dgain: Tensor) -> tuple[Tensor, ...]:
-    """dh (L, N, D), d alpha (N, 2 k L). The gain's gradient is added to the first rows of dgain
-    (`gain_rows`, 2, L, D), float32, whose sum it is."""
-    h, dc = states[0], dc.contiguous()
-    stride = h.stride(0), 0 if f.router is None else alpha.stride(0)
-    dalpha = h.new_empty(s.N, 2 * s.K * s.L)
-    turn, radial = torch.empty_like(scale), torch.empty_like(rstd)
-    c, tokens = s.of(weights_kernel)
-    weights_kernel[triton.cdiv(s.N, tokens),](states, rstd, f.gain, alpha, scale, dc, dalpha, turn,
-                                              radial, s.N, s.D, *stride, **c)
-    dx = None if f.router is None else dalpha @ f.router
-    states_c, _ = s.of(states_kernel)
-    if f.router is not None and not states_c["WHOLE"]:
-        c, tokens = s.of(radial_kernel)
-        radial_kernel[triton.cdiv(s.N, tokens), c["INPUTS"]](
-            states, rstd, dx, radial, s.N, s.D, h.stride(0), **c)
-    dh = h.new_empty(s.L, s.N, s.D)
-    states_kernel[min(len(dgain), s.N), triton.cdiv(s.D, states_c["BLOCK_D"])](
-        states, rstd, f.gain, alpha, scale, turn, radial, dc, dx, dh, dgain, s.N, s.D, *stride,
-        **states_c)
-    return dh, dalpha
-
-
 def fold(key, value) -> tuple[Tensor, ...]:
     """Of two branches: gain (2, L, D), bias (2, k, L), proj (2 k, E, D) and, where there is one,
     router (2 k L, L' D), keys before values."""
@@ -480,21 +430,53 @@ class Evaluate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, link, folded, *states):
-        f = ctx.folded = folded
-        N, D = states[0].shape
-        ctx.shape = Shape(len(states), D, f.bias.size(1), N, f.stride)
-        out, *others = mix_forward(states, f, ctx.shape)
-        ctx.save_for_backward(*states, out, *others)
+        h, f = states[0], folded
+        s = Shape(len(states), h.size(1), f.bias.size(1), len(h), f.stride)
+        check(states, f, s)
+        rstd = h.new_empty(s.N, s.L, dtype=torch.float32)
+        scale = h.new_empty(s.N, 2, s.K, dtype=torch.float32)
+        out = h.new_empty(2, s.K, s.N, s.D)  # the channels
+        x = None if f.router is None else h.new_empty(s.N, f.router.size(1))
+        c, tokens = s.of(unit_kernel)
+        unit_kernel[triton.cdiv(s.N, tokens), s.L](states, rstd, x, s.N, s.D, h.stride(0), **c)
+        alpha, alpha_stride = f.bias.flatten().to(h.dtype), 0
+        if f.router is not None:
+            alpha = torch.addmm(alpha, x, f.router.mT)
+            alpha_stride = alpha.stride(0)
+        c, tokens = s.of(mix_kernel)
+        mix_kernel[triton.cdiv(s.N, tokens),](
+            states, rstd, f.gain, alpha, out, scale, s.N, s.D, h.stride(0), alpha_stride, **c)
+        ctx.folded, ctx.shape, ctx.strides = f, s, (h.stride(0), alpha_stride)
+        ctx.save_for_backward(*states, out, x, alpha, rstd, scale)
         return torch.bmm(out.flatten(0, 1), f.proj.mT)
 
     @staticmethod
     def backward(ctx, dy):
         """The states' gradients; the weights' are added up in `folded`."""
-        f, (*states, out, x, alpha, rstd, scale) = ctx.folded, ctx.saved_tensors
-        dgain, dbias, dproj, drouter = f.add_up(gain_rows(ctx.shape))
+        f, s = ctx.folded, ctx.shape
+        *states, out, x, alpha, rstd, scale = ctx.saved_tensors
+        states = tuple(states)
+        states_c, programs = s.of(states_kernel)
+        blocks = triton.cdiv(s.D, states_c["BLOCK_D"])
+        programs = max(1, programs // blocks)  # along the tokens, each with rows of its own
+        dgain, dbias, dproj, drouter = f.add_up(programs)
         add_product(dproj, dy.mT, out.flatten(0, 1))
-        dout = torch.bmm(dy, f.proj).view_as(out)
-        dh, dalpha = mix_backward(dout, tuple(states), f, ctx.shape, alpha, rstd, scale, dgain)
+        dc = torch.bmm(dy, f.proj).view_as(out)
+        dalpha = out.new_empty(s.N, 2 * s.K * s.L)
+        turn, radial = torch.empty_like(scale), torch.empty_like(rstd)
+        c, tokens = s.of(weights_kernel)
+        weights_kernel[triton.cdiv(s.N, tokens),](
+            states, rstd, f.gain, alpha, scale, dc, dalpha, turn, radial, s.N, s.D, *ctx.strides,
+            **c)
+        dx = None if f.router is None else dalpha @ f.router
+        if dx is not None and not states_c["WHOLE"]:
+            c, tokens = s.of(radial_kernel)
+            radial_kernel[triton.cdiv(s.N, tokens), c["INPUTS"]](
+                states, rstd, dx, radial, s.N, s.D, ctx.strides[0], **c)
+        dh = out.new_empty(s.L, s.N, s.D)
+        states_kernel[min(programs, s.N), blocks](
+            states, rstd, f.gain, alpha, scale, turn, radial, dc, dx, dh, dgain, s.N, s.D,
+            *ctx.strides, **states_c)
         dbias += dalpha.sum(0, dtype=torch.float32).view_as(dbias)
         if drouter is not None:
             add_product(drouter, dalpha.mT, x)
