@@ -487,20 +487,6 @@ class Steps:
             FIRST=int(model.has_dummy), D=c.n_embd, HALF=c.head_dim // 2,
             BLOCK_D=triton.next_power_of_2(c.n_embd),
             BLOCK_H=triton.next_power_of_2(c.head_dim // 2), **launch())
-        h = self.states()
-        if model.iterates:
-            fork(self.side)
-            with torch.cuda.stream(self.side):
-                model.store(h, rows, self.cache)
-        return self.h[-1]
-
-    def finish(self):
-        """The step is complete, and another may come."""
-        if self.model.iterates:
-            join(self.side)
-
-    def states(self) -> list[Tensor]:
-        """`Decoder.states` of the tokens that were placed, h[0..L] (B, 1, D)."""
         turns = []
         for part in self.parts:
             fork(part.stream)
@@ -510,7 +496,16 @@ class Steps:
                     self.up(i, part, turns)
         for part in self.parts:
             join(part.stream)
-        return [x[:, None] for x in self.h]
+        if model.iterates:
+            fork(self.side)
+            with torch.cuda.stream(self.side):
+                model.store([x[:, None] for x in self.h], rows, self.cache)
+        return self.h[-1]
+
+    def finish(self):
+        """The step is complete, and another may come."""
+        if self.model.iterates:
+            join(self.side)
 
     def up(self, i: int, part: Part, turns: list[torch.cuda.Event]):
         """Rows of a part through layer i; turns: the ends of all parts' attention so far."""
