@@ -164,6 +164,15 @@ def check_choice(c):
         raise UserError(f"top_p={c.top_p}: a number above 0 and up to 1")
 
 
+def check_solver(c, *more: str):
+    """Raise UserError for a solver of settings c that is neither one of SOLVERS nor of `more`, and
+    for groups of Jacobi."""
+    if c.solver not in (None, *SOLVERS, *more):
+        raise UserError(f"solver={c.solver}: choose one of {', '.join((*SOLVERS, *more))}")
+    if c.solver == "jacobi" and c.n_groups not in (None, 1):
+        raise UserError(f"n_groups={c.n_groups}: jacobi has one group; solver=cyclic takes several")
+
+
 def draws(seed: int, n_tokens: int, n_rows: int) -> Tensor:
     """Numbers (n_tokens, n_rows) in [0, 1), the same on every device; row i has seed + i."""
     rows = [torch.rand(n_tokens, generator=torch.Generator().manual_seed(seed + i))

@@ -52,7 +52,7 @@ if __name__ == "__main__":
     run(lambda argv: parse(SampleConfig(), argv, __doc__))
 
 from checkpoint import load_model
-from decoding import SOLVERS, TOLERANCE, Stats, check_choice, generate
+from decoding import TOLERANCE, Stats, check_choice, check_solver, generate
 from kernels import accelerate
 from model import Decoder
 from running.devices import pick_device, pick_dtype
@@ -196,10 +196,7 @@ def main(argv: list[str]):
     at_least(1, c, "num_samples", "passes", "n_groups")
     at_least(0, c, "max_new_tokens", "seed")
     check_choice(c)
-    if c.solver not in SOLVERS:
-        raise UserError(f"solver={c.solver}: choose one of {', '.join(SOLVERS)}")
-    if c.solver == "jacobi" and c.n_groups not in (None, 1):
-        raise UserError(f"n_groups={c.n_groups}: jacobi has one group; solver=cyclic takes several")
+    check_solver(c)
     starts = read_starts(c)
     writer = Writer(c)
     if c.interactive:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention import Cache, Rows
 from configurator import UserError
-from decoding import SOLVERS, TOLERANCE, prefill
+from decoding import TOLERANCE, check_solver, prefill
 from model import Decoder
 from solvers import Report, Solution, interleave, solve
 
@@ -51,8 +51,7 @@ def schedule_of(c, model: Decoder, dtype: torch.dtype, *more: str) -> Schedule:
 
     What is not set is as in training. A model that needs no iteration takes its one pass.
     """
-    if c.solver not in (None, *SOLVERS):
-        raise UserError(f"solver={c.solver}: choose one of {', '.join((*SOLVERS, *more))}")
+    check_solver(c, *more)
     if c.tol is not None and not c.tol > 0:
         raise UserError(f"tol={c.tol}: a number above 0 is needed")
     mc = model.config
@@ -60,8 +59,6 @@ def schedule_of(c, model: Decoder, dtype: torch.dtype, *more: str) -> Schedule:
         return Schedule("one pass")
     if c.solver == "autoregressive":
         return Schedule(c.solver)
-    if c.solver == "jacobi" and c.n_groups not in (None, 1):
-        raise UserError(f"n_groups={c.n_groups}: jacobi has one group; solver=cyclic takes several")
     tol = TOLERANCE[dtype] if c.exact and c.tol is None else c.tol
     passes = mc.n_nograd + mc.n_grad if c.passes is None else c.passes
     groups = mc.n_groups if c.n_groups is None else c.n_groups
