@@ -68,11 +68,13 @@ class TrainConfig:
     wandb: bool = key(False, "log to Weights & Biases too (pip install wandb)")
     wandb_project: str = key("whitematter-nano", "its project there; the run is named as out_dir")
 
+    def __post_init__(self):
+        self.dataset = os.path.normpath(self.dataset)  # a slash behind it makes no other one of it
+
 
 def settings(argv: list[str], usage: str) -> TrainConfig:
     """The settings of a command line. Raises UserError for what cannot work together."""
     c = parse(TrainConfig(), argv, usage)
-    c.dataset = os.path.normpath(c.dataset)  # a slash behind it makes no other data set of it
     rank, world, _ = ranks()
     check(c, rank, world)
     return c

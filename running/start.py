@@ -116,8 +116,7 @@ def restore(trainer, state: dict):
         t.best, t.saved = float(state["best_val_loss"]), t.step
         before = TrainConfig(**{f.name: state["config"][f.name] for f in fields(TrainConfig)
                                 if f.name in state["config"]})
-        before.dataset = os.path.normpath(before.dataset)  # earlier versions kept a slash
-        if best_id := state.get("best_id"):
+        if best_id := state.get("best_id"):  # earlier versions kept a slash behind a data set
             best_id = [os.path.normpath(best_id[0]), *best_id[1:]]
         learning_rate(t.step, before)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:

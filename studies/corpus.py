@@ -58,6 +58,9 @@ NO_MATTER = {"out_dir", "init_from", "device", "dtype", "compile", "kernels", "r
 class CorpusConfig(StudyConfig):
     dataset: str = key("corpus", "folder under data/")
 
+    def __post_init__(self):
+        self.dataset = os.path.normpath(self.dataset)  # as train.py calls it
+
 
 def job(c: CorpusConfig, name: str, config: str, settings: dict,
         score: tuple[str, ...] = ()) -> Job:
@@ -112,7 +115,6 @@ def outcome(out: Path) -> dict:
 
 def check_dataset(c: CorpusConfig):
     """Raise UserError for a file of results that has runs of another data set."""
-    c.dataset = os.path.normpath(c.dataset)  # as train.py calls it
     others = {r["dataset"] for r in read_records(c.json, "dataset")} - {c.dataset}
     if others:
         raise UserError(f"json={c.json}: it has results of dataset={', '.join(others)}, and "
