@@ -175,7 +175,7 @@ def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, fo
     source = batches(documents, config, counts)
     size = getattr(documents, "size", 0)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = config.processes or (size > POOL_BYTES and min(cores, 32)) or 1
+    threads = config.processes or (size > POOL_BYTES and min(cores or 1, 32)) or 1
     with (
         open(folder / "train.bin", "wb") as train_file,
         open(folder / "val.bin", "wb") as val_file,

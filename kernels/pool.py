@@ -430,6 +430,8 @@ class Evaluate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, link, folded, *states):
+        """The projected channels; through `link` the weights' gradients wait for all evaluations'.
+        """
         h, f = states[0], folded
         s = Shape(len(states), h.size(1), f.bias.size(1), len(h), f.stride)
         check(states, f, s)
