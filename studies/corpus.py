@@ -175,7 +175,7 @@ def schedules_command(c: CorpusConfig):
 NAME_PLACES = {"static16": (6, -2, "left"), "wm16_k4": (-6, -10, "right"),
                "wm16_k8": (-6, 4, "right"), "wm16_k12": (0, -24, "center"),
                "fusedkv16": (-6, 12, "right"), "lckv16_w4": (-6, -10, "right"),
-               "vanilla24": (-6, 4, "right")}
+               "vanilla24": (-6, 4, "right"), "nofeedback16": (-6, 4, "right")}
 
 
 @dataclass

@@ -364,7 +364,7 @@ def plot_command(c: PlotConfig):
         middle.plot(range(1, 1 + len(r["exact"])), r["exact"], color=colour,
                     label=f"{r['schedule']}: {distance(r)}")
         middle.plot(distance(r), 0.02, marker="^", color=colour, clip_on=False)
-    middle.set(title="k=1 by schedule of training; marks: g x passes", xlim=(0, 66),
+    middle.set(title="k=1 by schedule of training; marks: g x passes", xlim=(0, 80),
                xlabel="position", ylabel="right, token by token")
     for ax, size in ((left, 9), (middle, 7)):
         if ax.get_legend_handles_labels()[0]:  # the first results may be of others
