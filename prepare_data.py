@@ -31,6 +31,7 @@ import signal
 import sys
 import tempfile
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,14 +102,15 @@ def strip(texts: Iterable[str]) -> Iterator[str]:
 
 
 def batches(documents: Iterable[Iterable[str]], config: PrepareConfig,
-            counts: Counter) -> Iterator[list]:
-    """Lists of (split, part of a document, whether it is its last), about BATCH characters each.
+            counts: Counter) -> Iterator[list[tuple[str, float | None]]]:
+    """Lists of parts of documents, about BATCH characters each; with a document's last part comes
+    its number, see `draw`.
 
-    Counts `documents`, and what is left out: `empty` ones (nothing but white space) and `short`
-    ones. White space that fills the first part of a longer document is left out, too.
+    Counts `documents`, their `bytes` of UTF-8, and what is left out: `empty` ones (nothing but
+    white space) and `short` ones. White space that fills the first part of a longer document is
+    left out, too.
     """
-    val = 0 if config.val_rows else config.val_fraction
-    batch, size, first = [], 0, None
+    batch, size = [], 0
     for document in documents:
         parts = pieces(strip(document) if config.min_chars else document, PART)
         head = next((part for part in parts if not part.isspace()), "")
@@ -118,83 +120,72 @@ def batches(documents: Iterable[Iterable[str]], config: PrepareConfig,
         counts[kind] += 1
         if kind != "documents":
             continue
-        # by text and not by number, so that a copy cannot leak from train into val
-        number = draw(head, config.seed) if val else 1.0
-        if first is None:
-            first = number  # train must have something, so it has this one
-        split = "val" if number < val and number != first else "train"
+        number = draw(head, config.seed)
         parts = itertools.chain(filter(None, (head, second)), parts, [""])
         for part, following in itertools.pairwise(parts):
-            batch.append((split, part, not following))
+            batch.append((part, None if following else number))
             size += len(part)
+            counts["bytes"] += len(part.encode("utf-8", "replace"))
             if size >= BATCH:
                 yield batch
                 batch, size = [], 0
-    if batch:
-        yield batch
+    yield batch
 
 
 def draw(text: str, seed: int) -> float:
-    """A number in [0, 1) that depends on the text and the seed only."""
+    """A number in [0, 1) that depends on the text and the seed only, so that copies share it."""
     digest = hashlib.blake2b(f"{seed} {text}".encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
-def encode_batch(tokenizer: Tokenizer, batch: list) -> tuple[dict[str, bytearray], int]:
-    """What each split's file gets from a batch, and the batch's size in bytes of UTF-8."""
-    data, size = {split: bytearray() for split in SPLITS[:2]}, 0
-    eos = np.array([tokenizer.eos_id], tokenizer.dtype).tobytes()
-    for split, part, is_last in batch:
-        data[split] += tokenizer.encode_array(part).astype(tokenizer.dtype).tobytes()
-        data[split] += eos * is_last
-        size += len(part.encode("utf-8", "replace"))
-    return data, size
+def encode(tokenizer: Tokenizer, batch: list) -> list[tuple[np.ndarray, float | None]]:
+    """The ids of a batch's parts, and what comes with them."""
+    return [(tokenizer.encode_array(part).astype(tokenizer.dtype), number)
+            for part, number in batch]
 
 
-def encode_batches(
-    source: Iterable[list], tokenizer: Tokenizer, threads: int
-) -> Iterator[tuple[dict[str, bytearray], int]]:
+def encode_batches(source: Iterable[list], tokenizer: Tokenizer, threads: int) -> Iterator[list]:
     """The batches encoded, in their order; a few per thread are under way, never all."""
-    pool = ThreadPoolExecutor(threads)  # the libraries let go of Python's lock while they encode
-    try:
-        waiting: deque = deque()
+    waiting: deque = deque()
+    with ThreadPoolExecutor(threads) as pool:  # the libraries let go of Python's lock meanwhile
         for batch in source:
-            waiting.append(pool.submit(encode_batch, tokenizer, batch))
+            waiting.append(pool.submit(encode, tokenizer, batch))
             if len(waiting) > 2 * threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def write_documents(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, folder: Path,
                     config: PrepareConfig) -> Counter:
     """Write the files of all splits in `folder`; counts of what came. Raises UserError."""
     counts = Counter(documents=0, empty=0, short=0, bytes=0)
-    source = batches(documents, config, counts)
-    size = getattr(documents, "size", 0)
+    total = getattr(documents, "size", 0)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = config.processes or (size > POOL_BYTES and min(cores or 1, 32)) or 1
-    with (
-        open(folder / "train.bin", "wb") as train_file,
-        open(folder / "val.bin", "wb") as val_file,
-        Progress("tokenise") as progress,
-        closing(encode_batches(source, tokenizer, threads)) as encoded,
-    ):
-        progress.show(0, 0)
-        for data, text_bytes in encoded:
-            train_file.write(data["train"])
-            val_file.write(data["val"])
-            counts["bytes"] += text_bytes
-            progress.show(documents.done() / size if size else 0, counts["bytes"])
+    threads = config.processes or (total > POOL_BYTES and min(cores or 1, 32)) or 1
+    # of each document, what the splits need to know: its tokens, and its number
+    tokens, draws = array("q"), array("d")
+    eos, size = np.array([tokenizer.eos_id], tokenizer.dtype), 0
+    with open(folder / "train.bin", "wb") as file, Progress("tokenise") as progress:
+        for batch in encode_batches(batches(documents, config, counts), tokenizer, threads):
+            for ids, number in batch:
+                file.write(ids)
+                size += len(ids)
+                if number is not None:
+                    file.write(eos)
+                    tokens.append(size + 1)
+                    draws.append(number)
+                    size = 0
+            progress.show(documents.done() / total if total else 0, counts["bytes"])
     if not counts["documents"]:
         raise UserError(f"no text in the input ({skipped(counts, config)})")
+    sizes = np.array(tokens)
+    if config.val_fraction and not config.val_rows:
+        sizes = take_val(folder, tokenizer, sizes, np.array(draws), config.val_fraction)
     for split, rows in (("test", config.test_rows), ("val", config.val_rows)):
         if rows:
-            counts["cut"] += take_rows(folder, tokenizer, split, rows)
-    if config.val_fraction and not config.val_rows:
-        take_val(folder, tokenizer, config.val_fraction)
+            sizes, cut = take_rows(folder, tokenizer.dtype, sizes, split, rows)
+            counts["cut"] += cut
     return counts
 
 
@@ -254,8 +245,9 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
             UNFINISHED.add(name)
             counts = write_documents(documents, tokenizer, folder, config)
             files = {split: folder / f"{split}.bin" for split in SPLITS}
-            sizes = {s: f.stat().st_size if f.exists() else 0 for s, f in files.items()}
-            tokens = {split: size // itemsize for split, size in sizes.items()}
+            for file in files.values():
+                file.touch()
+            tokens = {split: file.stat().st_size // itemsize for split, file in files.items()}
             meta = {
                 "tokenizer": carry(tokenizer, folder),
                 "fingerprint": tokenizer.fingerprint(),
@@ -283,14 +275,12 @@ def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: s
 
 
 def digest_of(path: Path) -> str:
-    """A digest of a file; empty for one without a byte, or none."""
-    if not path.exists() or not path.stat().st_size:
-        return ""
+    """A digest of a file; empty for one without a byte."""
     digest = hashlib.blake2b(digest_size=8)
     with open(path, "rb") as file:
         while data := file.read(2**20):
             digest.update(data)
-    return digest.hexdigest()
+    return digest.hexdigest() if path.stat().st_size else ""
 
 
 def publish(folder: Path, out: Path, tokens: dict[str, int]) -> None:

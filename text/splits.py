@@ -1,13 +1,11 @@
 """
-The files of token ids of a data set that is being prepared, and how val and test get theirs.
+How val and test get their tokens from train.bin, in which a data set is written first.
 """
 
-import hashlib
 import itertools
 import os
 import shutil
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -21,107 +19,87 @@ LONG = 10_000  # tokens of a document, of which a part is something to measure o
 NEAR = 2**18  # tokens among which a place to cut a document is looked for
 
 
-def read_ids(path: Path, tokenizer: Tokenizer, start: int, stop: int) -> np.ndarray:
-    """Tokens `start` to `stop` of a file; a map of it would count as memory."""
-    dtype = tokenizer.dtype
-    return np.fromfile(path, dtype, stop - start, offset=start * dtype.itemsize)
+def move(folder: Path, spans: Iterable[tuple[int, int]], split: str, dtype: np.dtype) -> None:
+    """Move tokens of train.bin, start..stop of each span in turn, to the end of another file."""
+    train, at = folder / "train.bin", None
+    with (open(train, "rb") as source, open(train, "r+b") as rest,
+          open(folder / f"{split}.bin", "ab") as target):
+        for start, stop in spans:
+            if at is None:  # what is before the first one stays in its place
+                at = start
+                rest.seek(source.seek(start * dtype.itemsize))
+            copy(source, rest, (start - at) * dtype.itemsize)
+            copy(source, target, (stop - start) * dtype.itemsize)
+            at = stop
+        shutil.copyfileobj(source, rest)  # what is behind them follows up
+        rest.truncate()
 
 
-def move(folder: Path, start: int, stop: int, split: str, dtype: np.dtype) -> None:
-    """Move the tokens start..stop of train.bin to the end of another split's file."""
-    train, left = folder / "train.bin", (stop - start) * dtype.itemsize
-    with open(train, "rb") as source, open(folder / f"{split}.bin", "ab") as target:
-        source.seek(start * dtype.itemsize)
-        while data := source.read(min(2**24, left)):
-            target.write(data)
-            left -= len(data)
-        with open(train, "r+b") as rest:  # what is behind them follows up
-            rest.seek(start * dtype.itemsize)
-            shutil.copyfileobj(source, rest)
-            rest.truncate()
+def copy(source, target, size: int) -> None:
+    """The next `size` bytes of a file to another one."""
+    while size > 0:
+        size -= target.write(source.read(min(2**24, size)))
 
 
-def document_start(path: Path, tokenizer: Tokenizer, position: int) -> int:
-    """Where the document begins that holds the token at `position` of a file."""
-    while position > 0:
-        low = max(0, position - 2**20)
-        ends = np.flatnonzero(read_ids(path, tokenizer, low, position) == tokenizer.eos_id)
-        if len(ends):
-            return low + int(ends[-1]) + 1
-        position = low
-    return 0
-
-
-def take_rows(folder: Path, tokenizer: Tokenizer, split: str, rows: int) -> int:
-    """Move the last rows of train.bin to another split; the tokens dropped of a cut document."""
-    train = folder / "train.bin"
-    count = train.stat().st_size // tokenizer.dtype.itemsize
+def take_rows(folder: Path, dtype: np.dtype, sizes: np.ndarray, split: str,
+              rows: int) -> tuple[np.ndarray, int]:
+    """Move the last rows of train.bin, whose documents have these sizes in tokens, to another
+    split; the sizes of those left, and the tokens dropped of the one that is cut."""
+    count = int(sizes.sum())
     start = count - rows * ROW
-    if start <= 0:
-        raise UserError(f"--{split}_rows={rows} needs more than {rows * ROW} tokens, not {count}")
-    whole = document_start(train, tokenizer, start)
-    move(folder, start, count, split, tokenizer.dtype)
-    if whole == 0:
-        raise UserError(f"--{split}_rows={rows} leaves no whole document to train on")
-    os.truncate(train, whole * tokenizer.dtype.itemsize)
-    return start - whole
+    left = sizes[sizes.cumsum() <= start]
+    if not len(left):
+        raise UserError(f"--{split}_rows={rows} needs more than {rows * ROW} tokens, and a whole "
+                        f"document before them to train on, not {count}")
+    move(folder, [(start, count)], split, dtype)
+    os.truncate(folder / "train.bin", int(left.sum()) * dtype.itemsize)
+    return left, start - int(left.sum())
 
 
-def spans(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[int, int, bytes]]:
-    """Start, end and a digest of each document of a file."""
-    start, at, digest = 0, 0, hashlib.blake2b(digest_size=16)
-    while len(ids := read_ids(path, tokenizer, at, at + 2**22)):
-        first = 0
-        for end in np.flatnonzero(ids == tokenizer.eos_id) + 1:
-            digest.update(ids[first:end])
-            yield start, at + int(end), digest.digest()
-            start, first, digest = at + int(end), end, hashlib.blake2b(digest_size=16)
-        digest.update(ids[first:])
-        at += len(ids)
+def take_val(folder: Path, tokenizer: Tokenizer, sizes: np.ndarray, draws: np.ndarray,
+             fraction: float) -> np.ndarray:
+    """Move documents of train.bin to val, of whose tokens they are about `fraction`; the sizes of
+    those left. `sizes` are those of all in tokens, `draws` their numbers, which copies share.
 
-
-def take_val(folder: Path, tokenizer: Tokenizer, fraction: float) -> None:
-    """Where chance gave val next to nothing, or more than train, give it about `fraction` of the
-    tokens: a document of which there is no copy, or the end of a long one."""
-    train, val = (folder / f"{split}.bin" for split in SPLITS[:2])
-    n_train, n_val = (path.stat().st_size // tokenizer.dtype.itemsize for path in (train, val))
-    count = n_train + n_val
+    Chance chooses, by the numbers. Where this gives val next to nothing, or more than train, it
+    gets a document of which there is no copy, or the end of a long one.
+    """
+    count = int(sizes.sum())
     wanted = count - max(1, int(count * (1 - fraction)))
-    if wanted / 4 <= n_val <= max(n_train, 1.5 * wanted):
-        return
-    with open(val, "rb") as source, open(train, "ab") as target:
-        shutil.copyfileobj(source, target)
-    texts = list(spans(train, tokenizer))
-    times = Counter(digest for _, _, digest in texts)
-    alone = [(start, stop) for start, stop, digest in texts if times[digest] == 1]
-    if not alone:  # copies are where chance has put them, all on one side
-        os.truncate(train, n_train * tokenizer.dtype.itemsize)
-        if n_val > n_train:
-            os.replace(train, folder / "smaller.bin")
-            os.replace(val, train)
-            os.replace(folder / "smaller.bin", val)
-        return
-    os.truncate(val, 0)
-    fit = [(start, stop) for start, stop in alone if stop - start <= max(count / 2, wanted)]
-    start, stop = min(reversed(fit), key=lambda at: abs(at[1] - at[0] - wanted), default=(0, 0))
-    first, last = max(alone, key=lambda at: at[1] - at[0])
-    if last - first >= LONG and stop - start < max(1, wanted / 4):
-        cut_end(folder, tokenizer, first, last, max(2, wanted))
-    elif stop:
-        move(folder, start, stop, "val", tokenizer.dtype)
+    ends = sizes.cumsum()
+    chosen = (draws < fraction) & (draws != draws[0])  # train must have something: the first
+    n_val = sizes[chosen].sum()
+    if not wanted / 4 <= n_val <= max(count - n_val, 1.5 * wanted):
+        _, copy_of, copies = np.unique(draws, return_inverse=True, return_counts=True)
+        alone = np.flatnonzero(copies[copy_of] == 1)
+        fit = alone[sizes[alone] <= max(count / 2, wanted)]
+        best = min(fit[::-1], key=lambda i: abs(sizes[i] - wanted), default=-1)
+        longest = max(alone, key=lambda i: sizes[i], default=-1)
+        if longest < 0:  # copies are where chance has put them, all on one side
+            chosen = chosen if n_val <= count - n_val else ~chosen
+        elif sizes[longest] >= LONG and (best < 0 or sizes[best] < max(1, wanted / 4)):
+            end = int(ends[longest])
+            start = cut(folder, tokenizer, end - int(sizes[longest]), end, max(2, wanted))
+            move(folder, [(start, end - 1)], "val", tokenizer.dtype)  # both end by an EOS
+            with open(folder / "val.bin", "ab") as file:
+                file.write(np.array([tokenizer.eos_id], tokenizer.dtype))
+            return sizes - (end - 1 - start) * (np.arange(len(sizes)) == longest)
+        else:
+            chosen = np.arange(len(sizes)) == best
+    move(folder, zip((ends - sizes)[chosen].tolist(), ends[chosen].tolist()), "val",
+         tokenizer.dtype)
+    return sizes[~chosen]
 
 
-def cut_end(folder: Path, tokenizer: Tokenizer, first: int, last: int, wanted: int) -> None:
-    """Move about `wanted` tokens to val from the end of train.bin's document first..last: from
-    behind white space on, or from where a character begins."""
+def cut(folder: Path, tokenizer: Tokenizer, first: int, last: int, wanted: int) -> int:
+    """Where the last tokens, about `wanted`, of train.bin's document first..last begin: behind
+    white space, or where a character begins."""
     start = max(first + 1, last - wanted)
     # not beyond its last token but EOS: val would have EOS alone
-    near = read_ids(folder / "train.bin", tokenizer, start - 1, min(start + NEAR, last - 2))
-    cuts = itertools.chain(
-        (cut for cut, token in enumerate(near, start)
-         if tokenizer.decode_bytes([token])[-1:].isspace()),
-        (cut for cut, token in enumerate(near[1:], start)
-         if not b"\x80" <= tokenizer.decode_bytes([token])[:1] < b"\xc0"))
-    move(folder, next(cuts, start), last - 1, "val", tokenizer.dtype)  # both end by an EOS
-    with open(folder / "val.bin", "ab") as file:
-        file.write(np.array([tokenizer.eos_id], tokenizer.dtype).tobytes())
+    dtype, stop = tokenizer.dtype, min(start + NEAR, last - 2)
+    near = np.fromfile(folder / "train.bin", dtype, stop - start + 1,
+                       offset=(start - 1) * dtype.itemsize)  # a map of it would count as memory
+    texts = [tokenizer.decode_bytes([token]) for token in near]
+    behind = (i for i, text in enumerate(texts, start) if text[-1:].isspace())
+    begins = (i for i, text in enumerate(texts[1:], start) if not b"\x80" <= text[:1] < b"\xc0")
+    return next(itertools.chain(behind, begins), start)
