@@ -90,17 +90,6 @@ CORPORA = {"python": PrepareConfig(), "fineweb-edu": PAPER}
 # --- from documents to ids
 
 
-def strip(texts: Iterable[str]) -> Iterator[str]:
-    """A text, given in strings, without white space at its start and end."""
-    started, held = False, ""
-    for text in texts:
-        rest = held + (text if started else text.lstrip())
-        body = rest.rstrip()
-        held = rest[len(body) :]
-        started = started or bool(body)
-        yield body
-
-
 def batches(documents: Iterable[Iterable[str]], config: PrepareConfig,
             counts: Counter) -> Iterator[list[tuple[str, float | None]]]:
     """Lists of parts of documents, about BATCH characters each; with a document's last part comes
@@ -110,19 +99,19 @@ def batches(documents: Iterable[Iterable[str]], config: PrepareConfig,
     white space) and `short` ones. White space that fills the first part of a longer document is
     left out, too.
     """
-    batch, size = [], 0
+    batch, size, text = [], 0, ""
     for document in documents:
-        parts = pieces(strip(document) if config.min_chars else document, PART)
+        if config.min_chars:
+            document = [text := "".join(document).strip()]  # noqa: PLW2901
+        parts = pieces(document, PART)
         head = next((part for part in parts if not part.isspace()), "")
-        second = next(parts, "")
         kind = ("empty" if not head else
-                "short" if len(head) + len(second) < config.min_chars else "documents")
+                "short" if len(text) < config.min_chars else "documents")
         counts[kind] += 1
         if kind != "documents":
             continue
         number = draw(head, config.seed)
-        parts = itertools.chain(filter(None, (head, second)), parts, [""])
-        for part, following in itertools.pairwise(parts):
+        for part, following in itertools.pairwise(itertools.chain([head], parts, [""])):
             batch.append((part, None if following else number))
             size += len(part)
             counts["bytes"] += len(part.encode("utf-8", "replace"))
@@ -356,7 +345,7 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
     if not 0 <= config.val_fraction < 1:
         raise UserError(f"--val_fraction={config.val_fraction}: at least 0 and less than 1")
     for name, low, high in (("test_rows", 0, None), ("val_rows", 0, None), ("processes", 0, None),
-                            ("min_chars", 0, PART // 2), ("shards", 1, 1823)):
+                            ("min_chars", 0, None), ("shards", 1, 1823)):
         value = getattr(config, name)
         if value < low or (high and value > high):
             most = f" and at most {high}" if high else ""
