@@ -42,7 +42,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import UserError, joined, key, no_tilde, parse, run
+from configurator import UserError, at_least, joined, key, no_tilde, parse, run
 from running.lock import LOCK, Lock, Taken
 from running.signals import REQUESTS, UNFINISHED, held, say
 from text.documents import (
@@ -342,14 +342,12 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
     config = parse(CORPORA[corpus], [arg for arg in argv if arg not in names], __doc__)
     if names and (config.input or len(names) > 1):
         raise UserError(f"{' '.join(names)} --input={config.input}: one corpus at a time")
-    if not 0 <= config.val_fraction < 1:
-        raise UserError(f"--val_fraction={config.val_fraction}: at least 0 and less than 1")
-    for name, low, high in (("test_rows", 0, None), ("val_rows", 0, None), ("processes", 0, None),
-                            ("min_chars", 0, None), ("shards", 1, 1823)):
-        value = getattr(config, name)
-        if value < low or (high and value > high):
-            most = f" and at most {high}" if high else ""
-            raise UserError(f"--{name}={value}: at least {low}{most}")
+    at_least(0, config, "val_fraction", "val_rows", "test_rows", "min_chars", "processes")
+    at_least(1, config, "shards")
+    if config.val_fraction >= 1:
+        raise UserError(f"val_fraction={config.val_fraction}: less than 1 is needed")
+    if config.shards > 1823:
+        raise UserError(f"shards={config.shards}: there are 1823")
     return corpus, config
 
 
