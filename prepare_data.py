@@ -410,22 +410,20 @@ def dataset_name(names: str, first: Path) -> str:
 
 
 def check_free(folder: Path, given: str) -> None:
-    """Raise UserError for a folder that nobody asked for, if it has the data set of another input,
-    or the name of a corpus that is none."""
+    """Raise UserError for a folder that nobody asked for, if it has, or is for, the data set of
+    another input."""
     def files(text: str) -> list[str]:
         return [os.path.realpath(part) for part in text.split(",") if part]
 
-    of = given  # if nothing is there, or an earlier version did not note it
+    of = "" if folder.name in CORPORA else given  # if nothing is there
     with suppress(OSError, ValueError, AttributeError):
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        of = meta.get("input", given)
-    advice = f"--out_dir=data/NAME gives it another name, --out_dir={folder} means this one"
+        of = meta.get("input", of)
     if files(of) != files(given):
-        raise UserError(f"{folder} has the data set of {f'--input={of}' if of else 'a corpus'}, "
-                        f"not of {f'--input={given}' if given else 'this corpus'}; {advice}")
-    if given and folder.name in CORPORA:
-        raise UserError(f"--input={given}: {folder} is where the corpus {folder.name} belongs; "
-                        f"{advice}")
+        theirs, ours = (f"--input={text}" if text else "a corpus" for text in (of, given))
+        raise UserError(f"{folder} belongs to the data set of {theirs}, not of {ours}; "
+                        f"--out_dir=data/NAME gives it another name, --out_dir={folder} means "
+                        "this one")
 
 
 def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,

@@ -581,8 +581,8 @@ def test_another_data_set_is_not_replaced_unasked(tmp_path, monkeypatch):
     for same in ("a/texts", "./a/texts/", "a/texts,", f"{tmp_path}/a/texts", "link/texts"):
         main([f"--input={same}"])
     before = files_under(tmp_path / "data")
-    with pytest.raises(UserError, match="data/texts has the data set of --input=link/texts, not of "
-                                        "--input=b/texts.jsonl; --out_dir=data/NAME gives it"):
+    with pytest.raises(UserError, match="data/texts belongs to the data set of --input=link/texts, "
+                                        "not of --input=b/texts.jsonl; --out_dir=data/NAME gives"):
         main(["--input=b/texts.jsonl"])
     assert files_under(tmp_path / "data") == before
     main(["--input=b/texts.jsonl", "--out_dir=data/texts"])
@@ -593,11 +593,11 @@ def test_another_data_set_is_not_replaced_unasked(tmp_path, monkeypatch):
 def test_the_folders_of_the_corpora_are_theirs(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / f"{name}.jsonl", ["mine"])
-    with pytest.raises(UserError, match=f"data/{name} is where the corpus {name} belongs"):
+    with pytest.raises(UserError, match=f"data/{name} belongs to the data set of a corpus, not of"):
         main([f"--input={name}.jsonl"])
     assert not (tmp_path / "data").exists()
     main([f"--input={name}.jsonl", f"--out_dir=data/{name}"])
-    with pytest.raises(UserError, match=f"data set of --input={name}.jsonl, not of this corpus"):
+    with pytest.raises(UserError, match=f"data set of --input={name}.jsonl, not of a corpus"):
         main([name])
 
 
