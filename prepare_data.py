@@ -186,30 +186,25 @@ class Progress(AbstractContextManager):
 
     def __init__(self, what: str, stream=None):
         self.what, self.stream = what, stream or sys.stderr
-        self.on_terminal = self.stream.isatty()
+        self.begin, self.end, self.pause = ("\r", "\033[K", 0.2) if self.stream.isatty() else (
+            "", "\n", 60)
         self.start = self.shown = time.monotonic()
-        self.first_share = None  # what an earlier run had done already
 
     def __exit__(self, *error) -> None:
-        if self.on_terminal:
-            print("\r\033[K", end="", file=self.stream, flush=True)
+        if self.begin:
+            print(self.begin, end=self.end, file=self.stream, flush=True)
 
     def show(self, share: float, size: int) -> None:
-        """`share` in [0, 1] of the work is done, 0 if nobody knows; `size` bytes by this run."""
+        """`share` in [0, 1] of the work is done, 0 if nobody knows; that is `size` bytes."""
         now = time.monotonic()
-        if self.first_share is None:
-            self.first_share = share
-        if now - self.shown < (0.2 if self.on_terminal else 60):
+        if now - self.shown < self.pause:
             return
-        self.shown = now
-        seconds = now - self.start
+        self.shown, seconds = now, now - self.start
         line = f"{size / 1e6:,.0f} MB, {size / 1e6 / seconds:.1f} MB/s"
-        if share > self.first_share:
-            left = timedelta(seconds=int(seconds * (1 - share) / (share - self.first_share)))
+        if share:
+            left = timedelta(seconds=int(seconds * (1 - share) / share))
             line = f"[{'#' * int(20 * share):20s}] {share:4.0%}, {line}, {left} left"
-        line = f"{self.what} {line}"
-        print(f"\r{line}\033[K" if self.on_terminal else line, file=self.stream, flush=True,
-              end="" if self.on_terminal else "\n")
+        print(f"{self.begin}{self.what} {line}", end=self.end, file=self.stream, flush=True)
 
 
 # --- all of it

@@ -213,16 +213,16 @@ def import_parquet():
 def fineweb_edu(folder: Path, shards: int, base_url: str, show: Callable) -> list[Path]:
     """The first shards of the paper's data set, downloaded to `folder` unless they are there.
 
-    `show(share, size)` is told the share of all shards and the bytes that this run has received.
-    Raises UserError when the network gives up; another run goes on where this one stopped.
+    `show(share, size)` is told the share of what was missing that has come, and its bytes. Raises
+    UserError when the network gives up; another run goes on where this one stopped.
     """
     paths = [folder / f"shard_{i:05d}.parquet" for i in range(shards)]
+    missing = [path for path in paths if not path.exists()]
     received = 0
-    for i, path in enumerate(paths):
-        if not path.exists():
-            for new, have, total in fetch(f"{base_url.rstrip('/')}/{path.name}", path, is_parquet):
-                received += new
-                show((i + have / total) / shards, received)
+    for i, path in enumerate(missing):
+        for new, have, total in fetch(f"{base_url.rstrip('/')}/{path.name}", path, is_parquet):
+            received += new
+            show((i + have / total) / len(missing), received)
     return paths
 
 

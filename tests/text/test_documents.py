@@ -329,7 +329,7 @@ def test_shards_that_are_there_are_not_downloaded_again(tmp_path, server):
     paths = fineweb_edu(tmp_path, 3, server.url + "/", lambda *step: shown.append(step))
     sizes = [p.stat().st_size for p in paths]
     assert sizes == [1000, 4, 1002] and paths[1].read_bytes() == b"mine"
-    assert shown == [(1 / 3, 1000), (1, 2002)] and len(server.asked) == 2
+    assert shown == [(1 / 2, 1000), (1, 2002)] and len(server.asked) == 2
 
 
 @pytest.mark.parametrize("page", [b"<html>Who are you?</html>", b"PAR", b"PAR1 but cut"])
