@@ -12,7 +12,6 @@ import errno
 import glob
 import gzip
 import http.client
-import io
 import itertools
 import json
 import os
@@ -44,30 +43,25 @@ def find_files(names: str) -> list[Path]:
     What is hidden in a folder, by a dot before its name, is left out; a file that has several
     names, by links, comes once. Raises UserError for a name without a file of one of our FORMATS.
     """
-    files: list[Path] = []
+    files: dict[str, Path] = {}
     listed = [names] if os.path.exists(names) else names.split(",")  # a comma in a file's name
     for name in filter(None, map(str.strip, listed)):
-        paths = [Path(name)]
-        if not os.path.exists(name):  # a Path raises an error for too long a name
-            paths = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
-        if not paths:
-            raise UserError(f"--input: {name} does not exist")
-        inside = itertools.chain(*(files_in(p) if p.is_dir() else [p] for p in paths))
-        found = [p for p in inside if p.name.lower().endswith(FORMATS)
-                 and (p.is_file() or p.is_symlink() and not p.exists())]
-        if lost := next((p for p in found if not p.exists()), None):
-            raise UserError(f"--input: {lost} is a link to a file that is not there")
+        # a Path raises an error for too long a name
+        paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+        inside = itertools.chain(*(files_in(p) if os.path.isdir(p) else [Path(p)] for p in paths))
+        found = [path for path in inside if path.name.lower().endswith(FORMATS)]
         if not found:
-            raise UserError(f"--input: {name} is or holds no {', '.join(FORMATS)} file")
-        files += found
+            raise UserError(f"--input: {name} " + (
+                f"is or holds no {', '.join(FORMATS)} file" if paths else "does not exist"))
+        for path in found:
+            if not path.exists():
+                raise UserError(f"--input: {path} is a link to a file that is not there")
+            files.setdefault(os.path.realpath(path), path)
     if not files:
         raise UserError(f"--input={names}: names no file")
-    if any(p.suffix.lower() == ".parquet" for p in files):
+    if any(path.suffix.lower() == ".parquet" for path in files.values()):
         import_parquet()  # now, not when the others have been read
-    once: dict[str, Path] = {}
-    for path in files:
-        once.setdefault(os.path.realpath(path), path)
-    return list(once.values())
+    return list(files.values())
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -119,7 +113,7 @@ class Documents:
         """
         name, file = path.name.lower(), self.raw
         if name.endswith(".gz"):
-            file = io.BufferedReader(gzip.GzipFile(fileobj=file))
+            file = gzip.open(file)
         kind = name.removesuffix(".gz").rpartition(".")[2]
         if kind == "txt":
             yield self.read_text(file, path)
@@ -136,14 +130,12 @@ class Documents:
 
     def read_text(self, file, path: Path) -> Iterator[str]:
         """A text file in pieces, its line ends untouched."""
-        decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
-        line, data = 1, None
+        line = 1
         with unpacking(path):
-            while data != b"":
-                data = file.read(CHUNK)
-                if line == 1 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    raise UserError(f"{path} is UTF-16, not UTF-8")
-                text = decoder.decode(data, final=not data)
+            if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise UserError(f"{path} is UTF-16, not UTF-8")
+            chunks = iter(lambda: file.read(CHUNK), b"")
+            for text in codecs.iterdecode(chunks, "utf-8-sig", "surrogateescape"):
                 bad = no_text(text)
                 before = text.count("\n", 0, bad.start()) if bad else 0
                 yield self.clean(text, f"{path}, line {line + before}")
@@ -174,12 +166,10 @@ class Documents:
 
         try:
             table = parquet.ParquetFile(file)
-            if table.schema_arrow.names.count("text") != 1:
-                names = ", ".join(table.schema_arrow.names)
-                raise UserError(f'{path}: not one column "text" (its columns are {names})')
-            kind = table.schema_arrow.field("text").type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise UserError(f'{path}: the column "text" holds {kind}, not string')
+            kinds = [str(field.type) for field in table.schema_arrow if field.name == "text"]
+            if kinds not in (["string"], ["large_string"]):
+                found = ", ".join(f"{field.name}: {field.type}" for field in table.schema_arrow)
+                raise UserError(f'{path}: wanted one column "text" of strings, not {found}')
             number = itertools.count(1)
             for batch in table.iter_batches(256, columns=["text"], use_threads=False):
                 for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
