@@ -93,15 +93,12 @@ class Tokenizer:
 
     def encode_array(self, text: str) -> np.ndarray:
         """The ids of a text, without EOS, (n,) uint32."""
-        if self.nfc and not text.isascii():
-            text = unicodedata.normalize("NFC", text)
+        if not text.isascii():  # half a surrogate pair, of a command line, becomes U+FFFD
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            text = unicodedata.normalize("NFC", text) if self.nfc else text
         encode = self.encoding.encode_to_numpy
-        try:
-            ids = [encode(piece, allowed_special=self.added, disallowed_special=())
-                   for piece in pieces([text])]
-        except UnicodeEncodeError:  # half a surrogate pair, of a command line: it becomes U+FFFD
-            whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self.encode_array(whole)
+        ids = [encode(piece, allowed_special=self.added, disallowed_special=())
+               for piece in pieces([text])]
         return np.concatenate([np.empty(0, np.uint32), *ids])
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
