@@ -382,9 +382,7 @@ def blaming(path: Path):
     except OSError as error:
         raise UserError(f"tokenizer {error.filename or path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        shape = f"of another shape than its kind has ({error})"
-        reason = f"no {error}" if isinstance(error, KeyError) else (
-            shape if isinstance(error, TypeError | AttributeError | IndexError) else str(error))
+        reason = error if isinstance(error, ValueError) else f"of another shape, {error!r}"
         raise UserError(
             f"tokenizer {path}: {reason}; accepted are a tokenizer.json of a byte-level BPE, a "
             ".tiktoken table, GPT-2's encoder.json with vocab.bpe (vocab.json with merges.txt), or "
