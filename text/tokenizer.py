@@ -176,12 +176,8 @@ def carry(tokenizer: Tokenizer, folder: Path) -> str:
     """Write the tokenizer's files, or the table of one of tiktoken's names, to FOLDER/tokenizer;
     what meta.json calls it, a path in FOLDER if there are files, else its name."""
     files = tokenizer.files or table_of(tokenizer)
-    if not files:
-        return tokenizer.name
-    (folder / CARRIED).mkdir()
-    for name, data in files.items():
-        (folder / CARRIED / name).write_bytes(data)
-    return f"{CARRIED}/{next(iter(files))}"
+    carry_on(files, folder)
+    return f"{CARRIED}/{next(iter(files))}" if files else tokenizer.name
 
 
 def table_of(tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -212,7 +208,7 @@ def carried(meta: dict, folder: Path) -> dict[str, bytes]:
 
 
 def carry_on(files: dict[str, bytes], folder: Path) -> None:
-    """Write these files beside a checkpoint, unless they are there. Raises UserError."""
+    """Write these files to FOLDER/tokenizer, unless they are there. Raises UserError."""
     try:
         for name, data in files.items():
             path = folder / CARRIED / name
