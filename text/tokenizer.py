@@ -422,14 +422,15 @@ def from_gpt2(encoder: Path, bpe: Path, name: str) -> Tokenizer:
         vocab = json.loads(encoder.read_text(encoding="utf-8"))
         if not isinstance(vocab, dict):
             raise ValueError("not an object of tokens and their ids")
-        with blaming(bpe):
-            made = read_merges(bpe, encoder.name, vocab)
-            rest = {token for token in vocab.keys() - set(made) if len(token) > 1}
-            control = {token for token in rest if token[0] == "<" and token[-1] == ">"}
-            if rest > control:
-                raise ValueError(
-                    f"{len(rest - control):,} tokens of {encoder.name} have no merge, such as "
-                    f"{min(rest - control)!r}: cut off, or of another {encoder.name}")
+    with blaming(bpe):
+        lines = bpe.read_text(encoding="utf-8").split("\n")
+        made = [line.replace(" ", "", 1) for line in lines if line and line[:8] != "#version"]
+        odd = set(made) ^ {token for token in vocab if len(token) > 1}
+        control = {token for token in odd if token[0] == "<" and token[-1] == ">"}
+        if odd > control:
+            raise ValueError(
+                f"{len(odd - control):,} tokens of its merges or of {encoder.name} are not in the "
+                f"other one, such as {min(odd - control)[:40]!r}: one is cut off, or of another")
         ids = [vocab[token] for token in made]
         if ids != sorted(ids):  # tiktoken merges in that order
             raise ValueError("its merges are not in the order of their ids")
@@ -439,20 +440,6 @@ def from_gpt2(encoder: Path, bpe: Path, name: str) -> Tokenizer:
         if any(bytes([i]) not in ranks for i in range(256)):
             raise ValueError("not all 256 bytes are tokens")
         return build(name, ranks, GPT2_PATTERN, special)
-
-
-def read_merges(path: Path, encoder: str, vocab: dict[str, int]) -> list[str]:
-    """What the merges of such a file make, of the vocabulary in the file `encoder`. Raises
-    ValueError with the line that is none."""
-    made = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if line and not line.startswith("#version"):
-            pair = line.split(" ")
-            made.append("".join(pair))
-            if len(pair) != 2 or not {*pair, made[-1]} <= vocab.keys():
-                raise ValueError(f"line {number} is no merge of two tokens of {encoder}: "
-                                 f"{line[:40]!r}")
-    return made
 
 
 def from_huggingface(path: Path, name: str) -> Tokenizer:
