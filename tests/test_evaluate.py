@@ -26,7 +26,7 @@ from measure import downstream
 from measure.downstream import Scorer, pieces
 from measure.schedules import Schedule, first_within
 from solvers import autoregressive, cyclic, jacobi, solve
-from text.tokenizer import Tokenizer, get_tokenizer
+from text.tokenizer import from_encoding, get_tokenizer
 
 BYTES = dict(vocab_size=320, eos_id=256, n_groups=4)
 META = {"tokenizer": "bytes", "vocab_size": 257, "eos_id": 256, "dtype": "uint16", "tokens": {}}
@@ -408,7 +408,7 @@ def toy_bpe():
     pattern = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     encoding = tiktoken.Encoding("toy", pat_str=pattern, mergeable_ranks=ranks,
                                  special_tokens={"<|endoftext|>": EOS})
-    return Tokenizer("toy", encoding)
+    return from_encoding("toy", encoding)
 
 
 @torch.no_grad()

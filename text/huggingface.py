@@ -3,7 +3,9 @@ The tokenizer.json of Hugging Face, as far as it is a byte-level BPE, by the lib
 """
 
 import contextlib
+import functools
 import json
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,50 +15,47 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of a document, n
 NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 does not use
 
 
-class HuggingFace:
-    """A tokenizer.json in the library of its format, with tiktoken's names of what is called.
+def read_json(content: str) -> tuple[Callable[[str], np.ndarray], dict[int, bytes], dict[str, int]]:
+    """What makes ids of text, the bytes of each id, and the ids of control tokens.
 
     Raises ValueError for one that is not a byte-level BPE, or adds to the text or takes from it.
     """
+    needs = ("a tokenizer.json needs the library of its format, 0.20 or later: pip install "
+             "--upgrade tokenizers")
+    library = package("tokenizers", needs)
+    if not hasattr(library.Tokenizer, "encode_batch_fast"):
+        raise UserError(f"{needs} (here: {library.__version__})")
+    table = json.loads(content)
+    check_parts(table)  # first, as the library may panic at what it does not know
+    for token in table.get("added_tokens", []):
+        token["special"] = token.get("special") or token["content"] in ENDS
+        if not token["special"] and (token.get("lstrip") or token.get("rstrip")):
+            raise ValueError(f"its token {token['content']!r} takes white space away")
+    table |= {"truncation": None, "padding": None, "post_processor": None}
+    table["model"]["dropout"] = None
+    try:
+        tokenizer = library.Tokenizer.from_str(json.dumps(table))
+    except Exception as error:  # of no kind of its own
+        raise ValueError(str(error)) from None
+    tokenizer.encode_special_tokens = True  # as ordinary text
+    added, letters = tokenizer.get_added_tokens_decoder(), byte_letters()
+    tokens = {i: token.content.encode() for i, token in added.items()}
+    for token, i in tokenizer.get_vocab(False).items():
+        with contextlib.suppress(KeyError):  # one of other letters, which never occurs
+            tokens.setdefault(i, bytes(map(letters.__getitem__, token)))
+    lacking = {bytes([i]) for i in range(256) if i not in NEVER} - set(tokens.values())
+    if lacking:
+        raise ValueError(f"{len(lacking)} of the bytes of UTF-8 have no token, such as "
+                         f"{min(lacking)!r}")
+    control = {token.content: i for i, token in added.items() if token.special}
+    return functools.partial(encode, tokenizer), tokens, control
 
-    def __init__(self, content: str):
-        needs = ("a tokenizer.json needs the library of its format, 0.20 or later: pip install "
-                 "--upgrade tokenizers")
-        library = package("tokenizers", needs)
-        if not hasattr(library.Tokenizer, "encode_batch_fast"):
-            raise UserError(f"{needs} (here: {library.__version__})")
-        table = json.loads(content)
-        check_parts(table)  # first, as the library may panic at what it does not know
-        for token in table.get("added_tokens", []):
-            token["special"] = token.get("special") or token["content"] in ENDS
-            if not token["special"] and (token.get("lstrip") or token.get("rstrip")):
-                raise ValueError(f"its token {token['content']!r} takes white space away")
-        table |= {"truncation": None, "padding": None, "post_processor": None}
-        table["model"]["dropout"] = None
-        try:
-            self.library = library.Tokenizer.from_str(json.dumps(table))
-        except Exception as error:  # of no kind of its own
-            raise ValueError(str(error)) from None
-        self.library.encode_special_tokens = True  # as ordinary text
-        added, letters = self.library.get_added_tokens_decoder(), byte_letters()
-        special = {t.content: i for i, t in added.items() if t.special}
-        self.tokens = {i: t.content.encode() for i, t in added.items()}
-        for token, i in self.library.get_vocab(False).items():
-            with contextlib.suppress(KeyError):  # one of other letters, which never occurs
-                self.tokens.setdefault(i, bytes(map(letters.__getitem__, token)))
-        lacking = {bytes([i]) for i in range(256) if i not in NEVER} - set(self.tokens.values())
-        if lacking:
-            raise ValueError(f"{len(lacking)} of the bytes of UTF-8 have no token, such as "
-                             f"{min(lacking)!r}")
-        self.n_vocab, self.special_tokens_set = max(self.tokens) + 1, set(special)
-        self.encode_single_token = special.__getitem__
-        self.decode_single_token_bytes = self.tokens.__getitem__
 
-    def encode_to_numpy(self, text: str, **_) -> np.ndarray:
-        """The ids of a text, control tokens in it being text, the other added ones not."""
-        # twice as fast as encode, since without positions
-        (encoded,) = self.library.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoded.ids, np.uint32)
+def encode(tokenizer, text: str) -> np.ndarray:
+    """The ids of a text, control tokens in it being text, the other added ones not."""
+    # twice as fast as its encode, since without positions
+    (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    return np.array(encoded.ids, np.uint32)
 
 
 def check_parts(table: dict) -> None:
@@ -82,11 +81,3 @@ def byte_letters() -> dict[str, int]:
     prints = {i for i in range(256) if chr(i).isprintable() and chr(i) != " "}
     others = [i for i in range(256) if i not in prints]
     return {chr(i): i for i in prints} | {chr(256 + n): i for n, i in enumerate(others)}
-
-
-def end_of_document(encoding) -> int:
-    """EOS, among the control tokens of a HuggingFace or an encoding of tiktoken's."""
-    for end in ENDS:
-        if end in encoding.special_tokens_set:
-            return encoding.encode_single_token(end)
-    raise ValueError(f"no end of document among its special tokens ({' or '.join(ENDS)})")

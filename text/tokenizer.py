@@ -13,6 +13,7 @@ import base64
 import binascii
 import contextlib
 import difflib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -21,7 +22,7 @@ import os
 import re
 import tempfile
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -30,7 +31,7 @@ import tiktoken
 
 from configurator import UserError
 from text.documents import fetch
-from text.huggingface import HuggingFace, byte_letters, end_of_document
+from text.huggingface import ENDS, byte_letters, read_json
 
 CARRIED = "tokenizer"  # folder in that of a data set or checkpoint
 PAIRS = ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")  # GPT-2's files, by two names
@@ -57,11 +58,11 @@ QWEN_ADDED = ("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>",
               "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>",
               "</tool_response>", "<think>", "</think>")
 # a .tiktoken table does not say how to split text, but its size tells which one it is
-TABLES = {  # entries: pattern, ids of special tokens, NFC, those of them that text may spell
+TABLES = {  # entries: pattern, ids of special tokens, NFC
     50_256: (GPT2_PATTERN, {"<|endoftext|>": 50_256}, False),
     100_256: (CL100K_PATTERN, {"<|endoftext|>": 100_257, "<|endofprompt|>": 100_276}, False),
     151_643: (QWEN_PATTERN, {t: 151_643 + i for i, t in enumerate((*QWEN_CONTROL, *QWEN_ADDED))},
-              True, QWEN_ADDED),
+              True),
 }
 QWEN_EOS, QWEN_ROWS = 151_643, 151_936
 QWEN_URL = "https://huggingface.co/Qwen/Qwen3-0.6B-Base/resolve/main/tokenizer.json"
@@ -73,15 +74,21 @@ class Tokenizer:
     `vocab_size` ids mean something; a model has `model_rows` of them, which may be more.
     """
 
-    def __init__(self, name: str, encoding: tiktoken.Encoding | HuggingFace, nfc: bool = False,
-                 added: Iterable[str] = ()):
+    def __init__(self, name: str, encode: Callable[[str], np.ndarray], tokens: dict[int, bytes],
+                 control: dict[str, int], nfc: bool = False):
+        """`encode` makes ids of a text, `tokens` are the bytes of each id, `control` the ids of
+        control tokens. Raises ValueError where none of them ends a document."""
         self.name = name
         self.files: dict[str, bytes] = {}  # that describe it, the one to open first
-        self.encoding = encoding
-        self.added = set(added)  # special ones of tiktoken's that are none: text may spell them
+        self.encode_piece = encode
         self.nfc = nfc  # whether text is normalised first: e and an accent become one character
-        self.vocab_size: int = encoding.n_vocab
-        self.eos_id = end_of_document(encoding)
+        self.vocab_size = max(tokens) + 1
+        self.control = set(control.values())
+        ends = [control[end] for end in ENDS if end in control]
+        if not ends:
+            raise ValueError(f"no end of document among its special tokens ({' or '.join(ENDS)})")
+        self.eos_id = ends[0]
+        self.tokens = tokens | {self.eos_id: b""}
         # Qwen's models have some to spare
         self.model_rows = max(QWEN_ROWS * (self.eos_id == QWEN_EOS), self.vocab_size)
         # uint16 holds 65,536 ids; a larger vocabulary would wrap silently
@@ -96,26 +103,15 @@ class Tokenizer:
         if not text.isascii():  # half a surrogate pair, of a command line, becomes U+FFFD
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             text = unicodedata.normalize("NFC", text) if self.nfc else text
-        encode = self.encoding.encode_to_numpy
-        ids = [encode(piece, allowed_special=self.added, disallowed_special=())
-               for piece in pieces([text])]
-        return np.concatenate([np.empty(0, np.uint32), *ids])
+        return np.concatenate([np.empty(0, np.uint32), *map(self.encode_piece, pieces([text]))])
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of some ids; EOS gives nothing, an id of no token gives U+FFFD."""
-        return b"".join(map(self._token_bytes, ids))
+        return b"".join(self.tokens.get(int(i), b"\xef\xbf\xbd") for i in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids; bytes that are not UTF-8 give U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-    def _token_bytes(self, token: int) -> bytes:
-        if token == self.eos_id:
-            return b""
-        try:
-            return self.encoding.decode_single_token_bytes(int(token))
-        except (KeyError, OverflowError):  # padding of the vocabulary, or a negative id
-            return b"\xef\xbf\xbd"
 
     def fingerprint(self) -> str:
         """Equal for tokenizers that give and mean the same ids, wherever they come from.
@@ -124,12 +120,9 @@ class Tokenizer:
         table has more or fewer in other files, and of how a short text is split.
         """
         digest = hashlib.sha256(f"{self.eos_id} {self.encode(PROBE)}".encode())
-        control = {self.encoding.encode_single_token(token)
-                   for token in self.encoding.special_tokens_set - self.added}
-        for i in range(self.vocab_size):
-            with contextlib.suppress(KeyError):  # of no token
-                token = b"" if i in control else self.encoding.decode_single_token_bytes(i)
-                digest.update(b"%d %d " % (i, len(token)) + token if token else b"")
+        for i, token in sorted(self.tokens.items()):
+            if i not in self.control:
+                digest.update(b"%d %d " % (i, len(token)) + token)
         return digest.hexdigest()[:16]
 
 
@@ -183,7 +176,7 @@ def carry(tokenizer: Tokenizer, folder: Path) -> str:
 def table_of(tokenizer: Tokenizer) -> dict[str, bytes]:
     """A .tiktoken file of a tokenizer that has no files, by its name; none if that would not give
     the same ids, as the table does not say how to split text."""
-    ranks = tokenizer.encoding._mergeable_ranks  # private, but tiktoken's README shows it
+    ranks = {token: i for i, token in tokenizer.tokens.items() if i not in tokenizer.control}
     if len(ranks) not in TABLES:
         return {}
     other = build("", ranks, *TABLES[len(ranks)])
@@ -296,7 +289,7 @@ def from_tiktoken(name: str) -> Tokenizer:
         raise not_loaded(name, f"TimeoutError: no answer in {LOAD_SECONDS} s") from None
     except (OSError, ValueError, ImportError) as error:  # requests' errors are OSErrors
         raise not_loaded(name, f"{type(error).__name__}: {error}") from None
-    return Tokenizer(name, encoding)
+    return from_encoding(name, encoding)
 
 
 def qwen3() -> Tokenizer:
@@ -443,16 +436,25 @@ def from_gpt2(encoder: Path, bpe: Path, name: str) -> Tokenizer:
 
 
 def from_huggingface(path: Path, name: str) -> Tokenizer:
-    tokenizer = Tokenizer(name, HuggingFace(path.read_text(encoding="utf-8")))
+    tokenizer = Tokenizer(name, *read_json(path.read_text(encoding="utf-8")))
     if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
         raise ValueError("its ids do not give the text back")
     return tokenizer
 
 
 def build(name: str, ranks: dict[bytes, int], pattern: str, special: dict[str, int],
-          nfc: bool = False, added: Iterable[str] = ()) -> Tokenizer:
+          nfc: bool = False) -> Tokenizer:
     """A tokenizer of tiktoken's from its parts."""
-    encoding = tiktoken.Encoding(
-        Path(name).name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
-    )
-    return Tokenizer(name, encoding, nfc, added)
+    return from_encoding(name, tiktoken.Encoding(
+        Path(name).name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special), nfc)
+
+
+def from_encoding(name: str, encoding: tiktoken.Encoding, nfc: bool = False) -> Tokenizer:
+    """A tokenizer from one of tiktoken's."""
+    special = encoding._special_tokens  # private, but tiktoken's README shows both
+    tokens = {i: token for token, i in encoding._mergeable_ranks.items()}
+    tokens |= {i: token.encode() for token, i in special.items()}
+    encode = functools.partial(
+        encoding.encode_to_numpy, allowed_special=set(QWEN_ADDED), disallowed_special=())
+    control = {token: i for token, i in special.items() if token not in QWEN_ADDED}
+    return Tokenizer(name, encode, tokens, control, nfc)
