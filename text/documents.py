@@ -8,10 +8,8 @@ if it is no line of JSON, a document need fit into memory.
 import ast
 import codecs
 import contextlib
-import errno
 import glob
 import gzip
-import http.client
 import itertools
 import json
 import os
@@ -19,8 +17,6 @@ import random
 import re
 import sysconfig
 import time
-import urllib.error
-import urllib.request
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -204,93 +200,51 @@ def fineweb_edu(folder: Path, shards: int, base_url: str, show: Callable) -> lis
     """The first shards of the paper's data set, downloaded to `folder` unless they are there.
 
     `show(share, size)` is told the share of what was missing that has come, and its bytes. Raises
-    UserError when the network gives up; another run goes on where this one stopped.
+    UserError when the network gives up; another run goes on with the shard that is missing.
     """
     paths = [folder / f"shard_{i:05d}.parquet" for i in range(shards)]
     missing = [path for path in paths if not path.exists()]
     received = 0
     for i, path in enumerate(missing):
-        for new, have, total in fetch(f"{base_url.rstrip('/')}/{path.name}", path, is_parquet):
+        for new, share in fetch(f"{base_url.rstrip('/')}/{path.name}", path, b"PAR1", b"PAR1"):
             received += new
-            show((i + have / total) / len(missing), received)
+            show((i + share) / len(missing), received)
     return paths
 
 
-def is_parquet(path: Path) -> bool:
-    """By the mark that such a file begins and ends with."""
-    with open(path, "rb") as file:
-        begins = file.read(4)
-        file.seek(-min(4, path.stat().st_size), os.SEEK_END)
-        return begins == file.read() == b"PAR1"
+def fetch(url: str, path: Path, first: bytes, last: bytes, tries: int = 6,
+          timeout: float = 30) -> Iterator[tuple[int, float]]:
+    """Download a file; yields the bytes that are new, and the share had by now, as they come.
 
-
-def fetch(url: str, path: Path, is_right: Callable[[Path], bool], tries: int = 6,
-          timeout: float = 30) -> Iterator[tuple]:
-    """Download a file; yields the bytes that are new, had by now, and in all, as they come.
-
-    Written to PATH.part, which a later try or run goes on with, and renamed when it has the size
-    that the server told and is_right(part). `tries` without a new byte, ever longer apart, a
-    refusal, or something else than was asked for (as of a network that wants a login first):
-    UserError.
+    Written to PATH.part, and renamed when it is whole, with these first and last bytes. A network
+    that fails is tried again, ever longer apart. Raises UserError where it does so `tries` times,
+    for a refusal, and for something else than was asked for (as of one that wants a login first).
     """
+    import requests  # which tiktoken needs, too
+
     part = path.with_name(path.name + ".part")
-    failed = 0
-    while True:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for n in range(1, tries + 1):
         try:
-            for new, have, total in receive(url, part, timeout):
-                failed = 0
-                yield new, have, total
+            with requests.get(url, stream=True, timeout=timeout) as response:
+                response.raise_for_status()
+                total = int(response.headers.get("Content-Length", 0))
+                with open(part, "wb") as file:
+                    for data in response.iter_content(CHUNK):
+                        file.write(data)
+                        yield len(data), file.tell() / max(total, file.tell())
             break
-        except urllib.error.HTTPError as error:
-            if error.code < 500 and error.code not in (408, 416, 429):
-                raise UserError(f"{url}: {error.code} {error.reason}") from None
-            problem = f"{error.code} {error.reason}"
-        except (OSError, http.client.HTTPException) as error:
-            if getattr(error, "filename", None) or getattr(error, "errno", 0) == errno.ENOSPC:
-                raise  # not the network's fault
-            problem = str(getattr(error, "reason", None) or error or type(error).__name__)
-        failed += 1
-        if failed >= tries:
-            raise UserError(f"{url}: {problem}; gave up, the same command goes on from here")
-        time.sleep(PAUSE * 2**failed)
-    if not is_right(part):
-        n = part.stat().st_size
+        except requests.RequestException as error:
+            status = getattr(error.response, "status_code", 500)
+            if n == tries or status < 500 and status not in (408, 429):
+                raise UserError(f"{url}: {error}; gave up") from None
+        time.sleep(PAUSE * 2**n)
+    data = part.read_bytes()
+    if not (data.startswith(first) and data[-9:].rstrip().endswith(last)):
         part.unlink()
-        raise UserError(f"{url}: {n:,} bytes came, but of no {path.suffix[1:]} file; not kept")
+        raise UserError(f"{url}: {len(data):,} bytes came, but of no {path.suffix[1:]} file; "
+                        "not kept")
     os.replace(part, path)
-
-
-def receive(url: str, part: Path, timeout: float) -> Iterator[tuple[int, int, int]]:
-    """One try of `fetch`: what the part lacks. Raises OSError where it still lacks something."""
-    have = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"User-Agent": "whitematter-nano"})
-    if have:
-        request.add_header("Range", f"bytes={have}-")
-    try:
-        response = urllib.request.urlopen(request, timeout=timeout)
-    except urllib.error.HTTPError as error:
-        if error.code == 416:  # nothing lies behind the part
-            if error.headers.get("Content-Range", "") == f"bytes */{have}":
-                return
-            part.unlink(missing_ok=True)  # it is of something else
-        raise
-    with response:
-        total = response.headers.get("Content-Length")
-        if response.status == 206:
-            span, _, total = response.headers.get("Content-Range", "").partition("/")
-            if not span.startswith(f"bytes {have}-"):
-                raise OSError(f"asked for bytes from {have} on, got {span or 'no range'}")
-        else:
-            have = 0  # a server that knows no ranges starts again
-        total = int(total) if total and total.isdigit() else None
-        part.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "ab" if have else "wb") as file:
-            while data := response.read(CHUNK):
-                file.write(data)
-                have += len(data)
-                yield len(data), have, total or have
-    if total is not None and have != total:
-        raise OSError(f"{have:,} of {total:,} bytes came")
 
 
 # --- Python's own documentation

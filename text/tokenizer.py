@@ -305,7 +305,7 @@ def qwen3() -> Tokenizer:
     path = Path(folder, "qwen3-tokenizer.json")
     if not path.is_file():
         try:
-            for _ in fetch(QWEN_URL, path, is_json, tries=1, timeout=LOAD_SECONDS):
+            for _ in fetch(QWEN_URL, path, b"{", b"}", tries=1, timeout=LOAD_SECONDS):
                 pass
         except (OSError, UserError) as error:
             raise not_loaded("qwen3", str(error)) from None
@@ -314,13 +314,6 @@ def qwen3() -> Tokenizer:
         raise UserError(f"{path} is not Qwen3's tokenizer (its EOS is {tokenizer.eos_id}, not "
                         f"{QWEN_EOS}); delete it to download it again")
     return tokenizer
-
-
-def is_json(path: Path) -> bool:
-    try:
-        return isinstance(json.loads(path.read_bytes()), dict)
-    except ValueError:
-        return False
 
 
 def not_loaded(name: str, reason: str) -> UserError:
