@@ -324,19 +324,16 @@ def read_command(argv: list[str]) -> tuple[str, PrepareConfig]:
     """The corpus that the command line names, and its settings. Raises UserError."""
     argv = joined(argv, PrepareConfig())  # so that values are no corpora
     names = [arg for arg in argv if not arg.startswith("-") and not arg.endswith(".py")]
-    inputs = [arg for arg in argv if arg.startswith("--input=")]
-    if len(inputs) > 1 or not all(arg[len("--input="):].strip() for arg in inputs):
-        raise UserError(f"{' '.join(inputs)}: names no file or is there twice; --input takes one "
-                        "list, --input=a.txt,b.txt, and Python's own English comes without it")
     if unknown := [name for name in names if name not in CORPORA]:
-        raise UserError(f"{unknown[0]}: " + (
-            "--input takes one list, --input=a.txt,b.txt, or a pattern in quotes, --input='*.txt'"
-            if inputs else f"no such corpus, there are {' and '.join(CORPORA)}; your own text: "
-            f"--input={unknown[0]}"))
+        raise UserError(f"{unknown[0]}: no such corpus, there are {' and '.join(CORPORA)}; your "
+                        "own text: --input takes one list, --input=a.txt,b.txt, or a pattern in "
+                        "quotes, --input='*.txt'")
     corpus = names[0] if names else "python"
     config = parse(CORPORA[corpus], [arg for arg in argv if arg not in names], __doc__)
-    if names and (config.input or len(names) > 1):
-        raise UserError(f"{' '.join(names)} --input={config.input}: one corpus at a time")
+    given = names + [arg for arg in argv if arg.startswith("--input=")]
+    if len(given) > 1 or given == ["--input="] or names and config.input:
+        raise UserError(f"{' '.join(given)}: names no file, or more than one corpus at a time; "
+                        "--input takes one list, and Python's own English comes without it")
     at_least(0, config, "val_fraction", "val_rows", "test_rows", "min_chars", "processes")
     at_least(1, config, "shards")
     if config.val_fraction >= 1:
