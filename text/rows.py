@@ -105,9 +105,8 @@ def load_meta(dataset: str) -> tuple[Path, dict]:
                 raise ValueError(f"{name}: {meta[name]!r}")
         if np.dtype(meta["dtype"]).kind != "u":
             raise ValueError(f"dtype: {meta['dtype']!r}")
-        return folder, {name: meta[name] for name in
-                        ("tokenizer", "fingerprint", "vocab_size", "eos_id", "dtype", "tokens",
-                         *(f"{split}_digest" for split in SPLITS)) if name in meta}
+        meta.pop("input", None)  # a path on the machine that prepared it is nobody's business
+        return folder, meta
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}/meta.json is damaged ({error}); prepare it again") from None
 
@@ -117,8 +116,7 @@ def prepared_again(now: dict, then: dict) -> str | None:
     say counts as equal."""
     said = []
     for split in SPLITS:
-        n, m = (meta["tokens"].get(split) if isinstance(meta.get("tokens"), dict) else None
-                for meta in (now, then))
+        n, m = ((meta.get("tokens") or {}).get(split) for meta in (now, then))
         a, b = (meta.get(f"{split}_digest") for meta in (now, then))
         if None not in (n, m) and n != m:
             said.append(f"{split}.bin of {n:,} tokens (there: {m:,})")
