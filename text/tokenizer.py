@@ -140,9 +140,6 @@ def tokenizer_of(meta: dict, folder: str | Path, override: str | None = None) ->
     folder = folder.parent if folder.is_file() else folder
     if not override and is_path(name):
         name = str(folder / name)  # one that is absolute stays as it is
-        if not os.path.exists(name):
-            raise UserError(f"tokenizer {name}: no such file or folder; --tokenizer=PATH names it "
-                            "where it is now")
     tokenizer = get_tokenizer(name)
     ours = {"tokenizer": name, "fingerprint": tokenizer.fingerprint(),
             "vocab_size": tokenizer.model_rows, "eos_id": tokenizer.eos_id}
@@ -263,7 +260,8 @@ def get_tokenizer(name: str) -> Tokenizer:
     if os.path.exists(name):
         return from_path(Path(name).absolute())  # not where a link leads: the name tells the kind
     if is_path(name) or name.endswith((".json", ".tiktoken")):
-        raise UserError(f"tokenizer {name}: no such file or folder")
+        raise UserError(f"tokenizer {name}: no such file or folder; --tokenizer=PATH names it "
+                        "where it is")
     near = difflib.get_close_matches(name, known, 1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise UserError(f"unknown tokenizer {name!r}{hint}; known are {', '.join(known)}, and the path "
