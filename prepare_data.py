@@ -430,9 +430,8 @@ def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,
         if tokens:
             print(f"{split:5s} {tokens:13,} tokens in {out_dir}/{split}.bin")
     if config.val_fraction and not meta["tokens"]["val"]:
-        few = "the only document is too short to be cut"
-        print("no val.bin: " + (f"every document is a copy of another, or {few}"
-                                if counts["documents"] > 1 else few))
+        print("no val.bin: every document is a copy of another, or the only one that is not is "
+              "too short to be cut")
     dataset = os.path.relpath(out_dir, "data")
     if dataset.startswith(os.pardir):
         dataset = os.path.abspath(out_dir)
