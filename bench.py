@@ -38,7 +38,7 @@ from measure.convergence import PrefillConfig, prefill_command, random_model
 from measure.flops import MODES, count_flops, flops_if_known, flops_per_token, peak_flops
 from measure.systems import named, named_configs
 from measure.timing import (
-    amount,
+    Table,
     check,
     empty,
     machine,
@@ -87,8 +87,9 @@ def flops_command(c: FlopsConfig):
     check(c, "block_size")
     rows = PAPER | {name: (sizes, (None,) * len(MODES)) for name, sizes in OTHERS.items()}
     print(f"GFLOP per token without the head, T={c.block_size}; x: over vanilla L=16\n")
-    print(f"{'':17s} {'parameters':>11s}  {'':8s} {'counted':>8s} {'formula':>8s} {'x':>5s} "
-          f"{'paper':>6s} {'x':>5s} {'to paper':>8s}")
+    table = Table({"": "17s", "parameters": "11,d", "mode": ">8s", "counted": "8.4f",
+                   "formula": "8.4f", "x": "5.2f", "paper": "6.3f", "its x": "5.2f",
+                   "to paper": "+8.1%"})
     results = {}
     for name, (sizes, figures) in rows.items():
         config = ModelConfig(**sizes)
@@ -102,12 +103,8 @@ def flops_command(c: FlopsConfig):
             results[name]["modes"][mode] = {
                 "formula": formula, "counted": counted, "paper": paper}
             base = results["vanilla L=16"]["modes"][mode]
-            left = f"{name:17s} {n_params:11,d}" if mode == MODES[0] else " " * 29
-            shown = "-" if counted is None else f"{counted:.4f}"
-            right = "" if paper is None else (f" {paper:6.3f} {paper / base['paper']:5.2f} "
-                                              f"{100 * (formula / paper - 1):+7.1f}%")
-            print(f"{left}  {mode:8s} {shown:>8s} {formula:8.4f} "
-                  f"{formula / base['formula']:5.2f}{right}", flush=True)
+            table.add(name, n_params, mode, counted, formula, formula / base["formula"], paper,
+                      paper and paper / base["paper"], paper and formula / paper - 1)
     print(FOOTNOTE)
     write_json(c.json, {"command": "flops", "unit": "GFLOP per token", "settings": asdict(c),
                         "torch": torch.__version__, "models": results})
@@ -186,8 +183,9 @@ def train_command(c: TrainBenchConfig):
           f"vocabulary {c.vocab_size:,}, L={c.n_layer}, D={c.n_embd}; MFU of "
           f"{'n/a' if peak is None else f'{peak / 1e12:.0f} TFLOP/s'}, as if a row were one "
           "document; share: of optimizer in one micro-step and it\n")
-    print(f"{'':10s} {'passes':>6s} {'ms':>9s} {'tokens/s':>10s} {'x':>6s} {'MFU':>6s} {'GiB':>6s} "
-          f"{'optimizer ms':>13s} {'share':>6s} {'loss ms':>8s} {'GiB':>6s} {'first s':>8s}")
+    table = Table({"": "10s", "passes": ">6s", "ms": "9.2f", "tokens/s": "10,.0f", "x": "6.2f",
+                   "MFU": "6.1%", "GiB": "6.2f", "optimizer ms": "13.2f", "share": "6.1%",
+                   "loss ms": "8.2f", "its GiB": "7.2f", "first s": "8.1f"})
     results = {}
     for name, config in models.items():
         r = results[name] = time_training(config, c, device, dtype)
@@ -200,12 +198,10 @@ def train_command(c: TrainBenchConfig):
         r["mfu"] = flops and peak and flops * speed / peak
         update = r["optimizer"]["median_seconds"]
         r["optimizer_share"] = update / (update + seconds)
-        print(f"{name:10s} {r['passes']:>6s} {1e3 * seconds:9.2f} {speed:10,.0f} "
-              f"{r['ratio']:6.2f} {amount(r['mfu'], '6.1%')} "
-              f"{amount(r['peak_bytes'], '6.2f', 2**30)} {1e3 * update:13.2f} "
-              f"{r['optimizer_share']:6.1%} {1e3 * r['loss']['median_seconds']:8.2f} "
-              f"{amount(r['loss_peak_bytes'], '6.2f', 2**30)} {r['first_seconds']:8.1f}  "
-              f"{r['runs']}", flush=True)
+        gib, loss_gib = (r[peak] and r[peak] / 2**30 for peak in ("peak_bytes", "loss_peak_bytes"))
+        table.add(name, r["passes"], 1e3 * seconds, speed, r["ratio"], r["mfu"], gib, 1e3 * update,
+                  r["optimizer_share"], 1e3 * r["loss"]["median_seconds"], loss_gib,
+                  r["first_seconds"], remark=r["runs"])
     for name, r in results.items():
         if r["kernels"]:
             where, what = ("GPU", "kernels") if device.startswith("cuda") else ("CPU", "operations")
@@ -344,8 +340,8 @@ def decode_command(c: DecodeConfig):
     print(f"{machine(device)}\ncontext {c.context}, L={c.n_layer}, D={c.n_embd}, vocabulary "
           f"{c.vocab_size:,}, temperature {c.temperature}, top_k {c.top_k}; GB/s: keys and values "
           "that attention reads, over the whole time\n")
-    print(f"{'':10s} {'batch':>5s} {'us/step':>9s} {'tokens/s':>9s} {'x':>6s} {'GB/s':>7s} "
-          f"{'cache MiB':>9s} {'first s':>8s}")
+    table = Table({"": "10s", "batch": "5d", "us/step": "9.1f", "tokens/s": "9,.0f", "x": "6.3f",
+                   "GB/s": "7.1f", "cache MiB": "9.1f", "first s": "8.1f"})
     results = []
     for B in map(int, batch_sizes):
         for name, config in models.items():
@@ -353,10 +349,9 @@ def decode_command(c: DecodeConfig):
             results.append(r)
             first = next(other for other in results if other["batch_size"] == B)
             r["ratio"] = r["seconds_per_step"] / first["seconds_per_step"]
-            print(f"{name:10s} {B:5d} {1e6 * r['seconds_per_step']:9.1f} "
-                  f"{r['tokens_per_second']:9,.0f} {r['ratio']:6.3f} "
-                  f"{amount(r['bytes_per_second'], '7.1f', 1e9)} {r['cache_bytes'] / 2**20:9.1f} "
-                  f"{r['first_seconds']:8.1f}  {r['runs']}", flush=True)
+            table.add(name, B, 1e6 * r["seconds_per_step"], r["tokens_per_second"], r["ratio"],
+                      r["bytes_per_second"] and r["bytes_per_second"] / 1e9,
+                      r["cache_bytes"] / 2**20, r["first_seconds"], remark=r["runs"])
     write_results(c, "decode", device, dtype, results=results)
 
 
@@ -441,9 +436,9 @@ def systems_command(c: ComparisonConfig):
             tokens = trainer.tokens_per_step
             print(f"{machine(trainer.device)}, {trainer.fast}; {settings.dataset}, {c.max_iters} "
                   f"steps of {tokens:,} tokens each\ncache: over vanilla's; s: steps and the "
-                  "validation after them; loss: of validation, nats per token\n\n"
-                  f"{'':12s} {'parameters':>10s} {'cache':>6s} {'passes':>6s} {'s':>7s} "
-                  f"{'loss':>7s}")
+                  "validation after them; loss: of validation, nats per token\n")
+            table = Table({"": "12s", "parameters": "10,d", "cache": "6.3g", "passes": ">6s",
+                           "s": "7.1f", "loss": "7.4f"})
         began = time.perf_counter()
         trainer.run()
         config = trainer.model_config
@@ -451,8 +446,7 @@ def systems_command(c: ComparisonConfig):
             "params": trainer.model.n_params(), "passes": passes_of(trainer.model),
             "cache": trainer.model.n_channels / config.n_layer,
             "seconds": time.perf_counter() - began, "val_loss": trainer.best}
-        print(f"{name:12s} {r['params']:10,d} {r['cache']:6.3g} {r['passes']:>6s} "
-              f"{r['seconds']:7.1f} {r['val_loss']:7.4f}", flush=True)
+        table.add(name, r["params"], r["cache"], r["passes"], r["seconds"], r["val_loss"])
         if c.json != "-" or len(results) == len(systems):  # at once, as the next may be stopped
             write_results(c, "systems", trainer.device, trainer.dtype, tokens_per_step=tokens,
                           systems=results)

@@ -24,7 +24,7 @@ from kernels.graphs import record, steps_of
 from measure.flops import flops_if_known, store_flops
 from measure.schedules import Losses, Schedule, first_within, until
 from measure.systems import named_configs
-from measure.timing import amount, check, empty, machine, measure, synchronise, write_results
+from measure.timing import Table, check, empty, machine, measure, synchronise, write_results
 from model import Decoder, ModelConfig
 from running.devices import pick_device, pick_dtype
 from running.settings import TrainConfig
@@ -186,7 +186,9 @@ def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, fast: Fast,
     exact = perplexities(model, x, y, c.batch_size, T, 1)[0]
     schedules, limit = [], min(c.max_passes, T)
     guess = min(16, limit)
-    print("     g  passes  perplexity  off by   s/sequence     tokens/s")
+    table = Table({"g": "6d", "passes": ">7s", "perplexity": "11.3f", "off by": "+7.2%",
+                   "s/sequence": "11.5f", "tokens/s": "12,.0f"})
+    names = {"jacobi": "Jacobi", "autoregressive": "token by token"}
     for g in [2 ** i for i in range(7) if 2 ** i < T] + [T]:
         n, ppl = 1, [exact]
         if g < T:
@@ -197,10 +199,12 @@ def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, fast: Fast,
         if n is not None:
             result |= timed(c, fast, batch, Schedule(solver, n, g))
         schedules.append(result)
-        print(schedule_line(result, exact, limit), flush=True)
-    table = residuals(model, x[:c.batch_size], [g for g in RESIDUALS_OF if g < T],
+        table.add(g, f"{n or f'>{limit}'}", ppl[-1], ppl[-1] / exact - 1,
+                  result.get("seconds_per_sequence"), result.get("tokens_per_second"),
+                  remark=names.get(solver, ""))
+    found = residuals(model, x[:c.batch_size], [g for g in RESIDUALS_OF if g < T],
                       min(10, c.max_passes))
-    return {"exact_perplexity": exact, "schedules": schedules, "residuals": table}
+    return {"exact_perplexity": exact, "schedules": schedules, "residuals": found}
 
 
 def time_schedules(c: PrefillConfig, schedules: list[Schedule], fast: Fast,
@@ -208,14 +212,14 @@ def time_schedules(c: PrefillConfig, schedules: list[Schedule], fast: Fast,
     """Times of given schedules, and what each takes of the last cyclic one."""
     rows = [figures(c, fast, batch, s) for s in schedules]
     base = next((r for r in reversed(rows) if r["solver"] == "cyclic"), rows[-1])
-    print(f"{'':15s} {'passes':>6s} {FIGURES} {'paper':>6s}   (x: over {base['schedule']})")
+    print(f"x: over {base['schedule']}")
+    table = Table({"": "15s", "passes": "6d", **FIGURES, "paper": "6.1f"})
     for r in rows:
         r["ratio"] = r["seconds_per_sequence"] / base["seconds_per_sequence"]
         paper = [PAPER_SECONDS.get((s["schedule"], s["passes"])) for s in (r, base)]
         same = batch.size(1) == PAPER_T and all(paper)
         r["paper_ratio"] = paper[0] / paper[1] if same else None
-        printed = f"{r['paper_ratio']:6.1f}" if r["paper_ratio"] else f"{'-':>6s}"
-        print(f"{r['schedule']:15s} {r['passes']:6d} {figures_line(r)} {printed}")
+        table.add(r["schedule"], r["passes"], *shown(r), r["paper_ratio"])
     return rows
 
 
@@ -223,8 +227,8 @@ def time_systems(c: PrefillConfig, device: str, dtype: torch.dtype):
     """Times of the paper's prefill of several systems; the first is what others are compared to."""
     sizes, T = random_sizes(c)
     print(f"random weights and tokens: L={sizes.n_layer}, D={sizes.n_embd}, T={T}, batch "
-          f"{c.batch_size}; {machine(device)}\n\n{'':12s} {'schedule':>15s} {FIGURES}")
-    results = {}
+          f"{c.batch_size}; {machine(device)}\n")
+    table, results = Table({"": "12s", "schedule": ">15s", **FIGURES}), {}
     for name, config in named_configs(c.systems, sizes).items():
         model = random_model(config, device, c.seed).eval()
         x, _ = random_tokens(c.batch_size, config, T, device)
@@ -237,12 +241,13 @@ def time_systems(c: PrefillConfig, device: str, dtype: torch.dtype):
         r = results[name] = figures(c, fast, x, schedule, runs=str(fast))
         first = next(iter(results.values()))
         r["ratio"] = r["seconds_per_sequence"] / first["seconds_per_sequence"]
-        print(f"{name:12s} {r['schedule'] + passes:>15s} {figures_line(r)}", flush=True)
+        table.add(name, r["schedule"] + passes, *shown(r))
     write_results(c, "prefill", device, dtype, block_size=T, batch_size=c.batch_size,
                   systems=results)
 
 
-FIGURES = "GFLOP/token ms/sequence   tokens/s  first s      x"
+FIGURES = {"GFLOP/token": "11.3f", "ms/sequence": "11.3f", "tokens/s": "10,.0f",
+           "first s": "8.1f", "x": "6.2f"}
 
 
 def figures(c: PrefillConfig, fast: Fast, idx: Tensor, s: Schedule, **more) -> dict:
@@ -256,31 +261,21 @@ def figures(c: PrefillConfig, fast: Fast, idx: Tensor, s: Schedule, **more) -> d
             **timed(c, fast, idx, s)}
 
 
-def figures_line(r: dict) -> str:
-    """These as a row below FIGURES."""
-    return (f"{amount(r['flops_per_token'], '11.3f', 1e9)} "
-            f"{1e3 * r['seconds_per_sequence']:11.3f} {r['tokens_per_second']:10,.0f} "
-            f"{r['first_seconds']:8.1f} {r['ratio']:6.2f}")
-
-
-def schedule_line(r: dict, exact: float, limit: int) -> str:
-    """A row of the first table."""
-    name = {"jacobi": "Jacobi", "autoregressive": "token by token"}.get(r["solver"], "")
-    ppl, passes, times = r["perplexities"][-1], r["passes"], f"{'-':>10s}   {'-':>10s}"
-    if passes is not None:
-        times = f"{r['seconds_per_sequence']:10.5f}   {r['tokens_per_second']:10,.0f}"
-    return (f"{r['g']:6d}  {passes or f'>{limit}':>6}  {ppl:10.3f}  {ppl / exact - 1:+6.2%}   "
-            f"{times}  {name}".rstrip())
+def shown(r: dict) -> tuple:
+    """These, in the order of FIGURES."""
+    return (r["flops_per_token"] and r["flops_per_token"] / 1e9, 1e3 * r["seconds_per_sequence"],
+            r["tokens_per_second"], r["first_seconds"], r["ratio"])
 
 
 def residuals(model: Decoder, x: Tensor, groups: list[int], passes: int) -> dict[int, list[float]]:
     """Relative change of the states in each pass, by number of groups; printed as a table."""
-    table = {g: cyclic(model, x, g, passes, 0, keep_cache=False).report.residuals for g in groups}
-    if table:
-        print("\nrelative residual\n  pass" + "".join(f"{f'g={g}':>10s}" for g in table))
-    for t, row in enumerate(zip(*table.values())):
-        print(f"{t + 1:6d}" + "".join(f"{r:10.1e}" for r in row))
-    return table
+    found = {g: cyclic(model, x, g, passes, 0, keep_cache=False).report.residuals for g in groups}
+    if found:
+        print("\nrelative residual")
+        table = Table({"pass": "6d"} | {f"g={g}": "9.1e" for g in found})
+        for t, row in enumerate(zip(*found.values()), 1):
+            table.add(t, *row)
+    return found
 
 
 # ---- time

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -95,9 +96,19 @@ def check(c, *at_least_one: str):
             raise UserError(f"json={c.json}: this is a folder, a file is needed")
 
 
-def amount(x: float | None, form: str, unit: float = 1) -> str:
-    """x in units by a format such as 6.2f; n/a, as wide, where it is not known."""
-    return f"{'n/a':>{form.partition('.')[0]}s}" if x is None else f"{x / unit:{form}}"
+class Table:
+    """A table that is printed as it grows."""
+
+    def __init__(self, columns: dict[str, str]):
+        """columns: by their names, formats with a width, such as 9.2f."""
+        self.columns = [(form, int(re.search("[0-9]+", form)[0])) for form in columns.values()]
+        print(*(f"{name:>{width}s}" for name, (_, width) in zip(columns, self.columns)))
+
+    def add(self, *values, remark: str = ""):
+        """A row; None is what is not known."""
+        cells = (f"{'n/a':>{width}s}" if x is None else f"{x:{form}}"
+                 for x, (form, width) in zip(values, self.columns))
+        print(" ".join([*cells, remark]).rstrip(), flush=True)
 
 
 def write_results(c, command: str, device: str, dtype: torch.dtype, **results):

@@ -194,7 +194,7 @@ def test_perplexity_per_pass_is_that_of_separate_solves(system):
     assert "states" not in vars(model)
 
 
-def test_passes_that_do_not_suffice():
+def test_passes_that_do_not_suffice(capsys):
     torch.manual_seed(0)
     model = build(ModelConfig(**TINY))
     x = torch.randint(64, (1, 8))
@@ -202,9 +202,10 @@ def test_passes_that_do_not_suffice():
         n, ppl = convergence.passes_needed(model, x, x, 1, 1, 2, 5, exact=1e9)
     assert n is None and len(ppl) == 5
     assert "states" not in vars(model)
-    result = {"g": 1, "solver": "jacobi", "passes": n, "perplexities": ppl}
-    row = convergence.schedule_line(result, 1., 5)
-    assert ">5" in row
+    bench.main(["prefill", "--n_layer=2", "--block_size=16", "--rows=2", "--max_passes=1",
+                "--trials=1", "--warmups=1", "--device=cpu"])
+    jacobi = next(row for row in capsys.readouterr().out.splitlines() if row.endswith("Jacobi"))
+    assert jacobi.split()[:2] == ["1", ">1"] and jacobi.split()[-3:] == ["n/a", "n/a", "Jacobi"]
 
 
 @pytest.mark.parametrize("rows", [2, 5])
