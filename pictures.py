@@ -9,7 +9,6 @@ All drawing, through matplotlib (an optional package): `python pictures.py PICTU
 Each writes one file, --output, whose ending (.png, .svg, .pdf) says in which format.
 """
 
-import csv
 import io
 import json
 import math
@@ -229,48 +228,28 @@ class Curve:
 
 
 def read_log(path: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """Training loss of each step and validation loss after so many steps, in order.
-
-    Where a resumed run repeats steps, what was logged for them and beyond them before does not
-    count. Lines that are cut off are left out.
-    """
-    loss: dict[int, float] = {}
-    val: dict[int, float] = {}
+    """Training loss of each step and validation loss after so many steps, in order. Lines that are
+    cut off, and losses of a run that diverged, are left out."""
     try:
-        with open(path, newline="", encoding="utf-8") as f:
-            rows = list(csv.DictReader(f))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: cannot read this log ({error})") from None
-    if rows and not {"step", "loss", "val_loss"} <= set(rows[0]):
-        raise UserError(f"{path}: no log of train.py, its columns are "
-                        + ", ".join(map(str, rows[0])))
-    for row in rows:
-        try:
-            step = int(row["step"])
-            value = float(row["loss"] or row["val_loss"])
-        except (ValueError, TypeError):
-            continue
-        if not math.isfinite(value):  # of a run that diverged: no point of a curve
-            continue
-        if row["loss"]:
-            if loss and step <= next(reversed(loss)):
-                loss = {n: x for n, x in loss.items() if n < step}
-                val = {n: x for n, x in val.items() if n <= step}
-            loss[step] = value
-        else:
-            val[step] = value
-    if not loss:
+        steps, *losses = np.genfromtxt(
+            path, delimiter=",", names=True, usecols=("step", "loss", "val_loss"), unpack=True,
+            ndmin=1, invalid_raise=False, encoding="utf-8")
+    except (OSError, ValueError, IndexError) as error:
+        raise UserError(f"{path}: no log of train.py, with columns step, loss and val_loss "
+                        f"({error})") from None
+    there = [np.isfinite(steps + x) for x in losses]
+    if not there[0].any():
         raise UserError(f"{path}: not one training step is logged there")
-    return loss, val
+    return tuple(dict(zip(steps[at].astype(int).tolist(), x[at].tolist()))
+                 for x, at in zip(losses, there))
 
 
 def running_mean(x: np.ndarray, width: int) -> np.ndarray:
     """Mean over `width` values around each (an even width counts as one less); at the ends over
     those that there are."""
-    at, half = np.arange(len(x)), (width - 1) // 2
-    first, last = np.maximum(at - half, 0), np.minimum(at + half + 1, len(x))
-    total = np.concatenate([[0.0], np.cumsum(x)])
-    return (total[last] - total[first]) / (last - first)
+    half, n = (width - 1) // 2, len(x)
+    total, count = (np.convolve(y, np.ones(2 * half + 1))[half:half + n] for y in (x, np.ones(n)))
+    return total / count
 
 
 def read_curve(where: str, c: CurvesConfig) -> Curve:
