@@ -306,11 +306,11 @@ def relative(curve: Curve, base: Curve) -> Curve:
                    val_loss=100 * np.expm1(curve.val_loss[i] - base.val_loss[j]))
 
 
-def draw_curve(ax, n: int, curve: Curve, unit: float):
+def draw_curve(ax, n: int, curve: Curve):
     """The n-th of some: a line, and dots for the validations."""
     style = STYLES[n % len(STYLES)]
-    ax.plot(curve.x / unit, curve.loss, lw=1.3, label=f"run {n}", **style)
-    ax.plot(curve.val_x / unit, curve.val_loss, **style | dict(
+    ax.plot(curve.x, curve.loss, lw=1.3, label=f"run {n}", **style)
+    ax.plot(curve.val_x, curve.val_loss, **style | dict(
         ls="", marker="o", ms=5, mec="white", mew=0.8, zorder=3))
 
 
@@ -327,38 +327,39 @@ def curves(c: CurvesConfig):
     check_output(c.output)
     runs = read_curves(c)
     plt = plot()
+    from matplotlib.ticker import EngFormatter
+
     names = legible(plt, [r.name for r in runs])
     fig, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.2))
     longest = max(r.x[-1] for r in runs)
-    unit, name = next((u, n) for u, n in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand "),
-                                          (1, "")) if longest >= u)
+    for ax in (left, right):
+        ax.set_xlabel("tokens" if runs[0].in_tokens else "steps")
+        ax.xaxis.set_major_formatter(EngFormatter())
     for n, r in enumerate(runs):
-        draw_curve(left, n, r, unit)
+        draw_curve(left, n, r)
     # the fall from ln(vocabulary) in the first twentieth would leave the rest flat
     shown = [part for r in runs for part in (r.loss[r.x > 0.05 * r.x[-1]],
                                              r.val_loss[r.val_x > 0.05 * r.x[-1]])]
-    left.set(xlabel=f"{name}{'tokens' if runs[0].in_tokens else 'steps'}",
-             ylabel="loss, nats per token", ylim=view(shown), xlim=(0, 1.02 * longest / unit),
+    left.set(ylabel="loss, nats per token", ylim=view(shown), xlim=(0, 1.02 * longest),
              title="line: training, averaged; dots: validation")
     for text, shown, r in zip(left.legend(loc="upper right").get_texts(), names, runs):
         # not as a label, which would be left out for an underscore before it
         text.set_text(shown + (f"  (validation {r.val_loss[-1]:.3f})" if len(r.val_loss) else ""))
-    right.set(xlabel=left.get_xlabel())
     if len(runs) == 1:
-        draw_curve(right, 0, runs[0], unit)
+        draw_curve(right, 0, runs[0])
         tail = 0.7 * longest
         right.set(title="the end of the run", ylabel=left.get_ylabel(),
-                  xlim=(tail / unit, 1.01 * longest / unit),
+                  xlim=(tail, 1.01 * longest),
                   ylim=view([runs[0].loss[runs[0].x >= tail],
                              runs[0].val_loss[runs[0].val_x >= tail]]))
     else:
         differences = [relative(r, runs[0]) for r in runs[1:]]
         for n, r in enumerate(differences, 1):
-            draw_curve(right, n, r, unit)
+            draw_curve(right, n, r)
         right.axhline(0, lw=1.3, color=COLOURS[0])
         shared = min(runs[0].x[-1], max(r.x[-1] for r in runs[1:]))
         right.set(title=f"perplexity against {names[0]}", ylabel="difference, %",
-                  xlim=(0, 1.02 * shared / unit),
+                  xlim=(0, 1.02 * shared),
                   ylim=view([np.zeros(1), *(y[len(y) // 10:] for r in differences
                                             for y in (r.loss, r.val_loss))]))
     fig.tight_layout()
@@ -377,9 +378,6 @@ def read_schedules(path: str) -> dict:
     """The results of `bench.py prefill`; its schedules in order of their groups g."""
     try:
         results = json.loads(Path(path).read_text(encoding="utf-8"))
-        if "schedules" not in results and results.get("command") == "prefill":
-            raise UserError(f"json={path}: of bench.py prefill --systems=; the picture is one of "
-                            "schedules, of prefill without it")
         for s in results["schedules"]:
             s["g"] = s["g"] if "g" in s else s["n_groups"]
             s["ms"] = 1e3 * s["seconds_per_sequence"] if s["passes"] is not None else None
@@ -387,15 +385,11 @@ def read_schedules(path: str) -> dict:
             if len(s.get("perplexities", ())) > 1:
                 results["exact_perplexity"]
         results["schedules"].sort(key=lambda s: s["g"])
+        results["schedules"][0]
         results["block_size"], results["batch_size"], results["device"], results["dtype"]
-    except OSError as error:
-        raise UserError(f"json={path}: cannot read it ({error.strerror}); python bench.py prefill "
-                        "--json=FILE writes it") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"json={path}: not what python bench.py prefill --json=FILE writes "
-                        f"({type(error).__name__}: {error})") from None
-    if not results["schedules"]:
-        raise UserError(f"json={path}: it holds no schedule")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"json={path}: not what python bench.py prefill --json=FILE, without "
+                        f"--systems=, writes ({type(error).__name__}: {error})") from None
     return results
 
 

@@ -124,12 +124,12 @@ def test_curves_picture(here, figures):
     left, right = figures[0].axes
     lines = left.get_lines()
     assert lines[0].get_ydata() == pytest.approx(losses)
-    assert lines[0].get_xdata() == pytest.approx([64 * (n + 1) / 1000 for n in range(30)])
-    assert lines[1].get_xdata() == pytest.approx([0.64, 1.92])
+    assert lines[0].get_xdata() == pytest.approx([64 * (n + 1) for n in range(30)])
+    assert lines[1].get_xdata() == pytest.approx([640, 1920])
     assert lines[1].get_ydata().tolist() == [5.5, 3.5]
     assert [t.get_text() for t in left.get_legend().get_texts()] == [
         "a  (validation 3.500)", "b  (validation 3.300)"]
-    assert left.get_xlabel() == "thousand tokens" and "nats" in left.get_ylabel()
+    assert left.get_xlabel() == "tokens" and "nats" in left.get_ylabel()
     low, high = left.get_ylim()
     assert low < 3.0 < 5.9 < high
     assert right.get_lines()[0].get_ydata() == pytest.approx([100 * math.expm1(-0.1)] * 30)
@@ -442,11 +442,11 @@ def test_convergence_of_what_bench_writes(checkpoint, figures):
     (["curves", "--logs=tokens,a"], "a: no ckpt.pt beside the log"),
     (["curves", "--logs=other.csv"], "no log of train.py, with columns step, loss"),
     (["curves", "--logs=empty.csv"], "not one training step"),
-    (["convergence", "--json=nowhere.json"], "nowhere.json: cannot read it"),
+    (["convergence", "--json=nowhere.json"], "nowhere.json: not what python bench.py prefill"),
     (["convergence", "--json=other.csv"], "not what python bench.py prefill"),
     (["convergence", "--json=wrong.json"], "KeyError: 'schedules'"),
-    (["convergence", "--json=systems.json"], "of bench.py prefill --systems=; the picture"),
-    (["convergence", "--json=none.json"], "it holds no schedule"),
+    (["convergence", "--json=systems.json"], "without --systems=, writes (KeyError"),
+    (["convergence", "--json=none.json"], "not what python bench.py prefill"),
     (["connections", "--output=picture"], "output=picture: a file with an ending"),
     (["connections", "--output=."], "output=.: a file with an ending"),
     (["curves", "--logs=short.csv"], "no log of train.py, with columns step, loss"),
