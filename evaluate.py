@@ -38,6 +38,7 @@ from measure.schedules import (
     CLOSE,
     Losses,
     Schedule,
+    ScoreConfig,
     first_within,
     schedule_of,
     until,
@@ -126,8 +127,7 @@ def perplexity_of(loss: float) -> float:
 # ---- perplexity
 
 @dataclass
-class PerplexityConfig:
-    out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
+class PerplexityConfig(ScoreConfig):
     dataset: str | None = key(None, "folder under data/; None: that of the training")
     split: str = key("test", "train, val or test")
     block_size: int | None = key(None, "tokens per window; None: as in training")
@@ -137,15 +137,8 @@ class PerplexityConfig:
                              "on schedules reports; None: as in training")
     passes: int | None = key(None, "of cyclic and jacobi; None: as in training (paper: from 1 "
                              "on while they gain, at most 32)")
-    n_groups: int | None = key(None, "g of cyclic; None: as in training")
-    exact: bool = key(False, "iterate until converged, whatever passes says")
-    tol: float | None = key(None, "relative change of the states at which exact ends; None: 1e-5 "
-                            "in float32, 1e-2 in bfloat16")
     max_passes: int = key(128, "of Jacobi with solver=paper")
     graph: bool = key(True, "on cuda: a batch as a CUDA graph")
-    device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
-    dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16")
-    json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
 def perplexity_command(c: PerplexityConfig):

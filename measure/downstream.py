@@ -19,7 +19,7 @@ from checkpoint import load_model
 from configurator import UserError, at_least, key, package
 from decoding import SOLVERS, generate
 from kernels import accelerate
-from measure.schedules import Schedule, schedule_of
+from measure.schedules import Schedule, ScoreConfig, schedule_of
 from measure.timing import check, machine, write_results
 from model import Decoder, upcast
 from running.devices import pick_device, pick_dtype
@@ -137,8 +137,7 @@ class Scorer:
 # ---- downstream tasks
 
 @dataclass
-class DownstreamConfig:
-    out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
+class DownstreamConfig(ScoreConfig):
     tokenizer: str | None = key(None, "its name or path; None: the copy beside the checkpoint")
     tasks: str = key("lambada_openai,wikitext,piqa,winogrande,boolq,hellaswag,arc_easy,"
                      "arc_challenge,openbookqa", "names that the harness knows, comma separated")
@@ -148,15 +147,6 @@ class DownstreamConfig:
     context: int | None = key(None, "tokens that the model reads at most; of a longer text, the "
                               "end; None: as in training, up to the paper's 1,024")
     batch_size: int = key(32, "rows at a time")
-    solver: str | None = key(None, "cyclic, jacobi or autoregressive; None: as in training")
-    passes: int | None = key(None, "of cyclic and jacobi; None: as in training (paper: 3)")
-    n_groups: int | None = key(None, "g of cyclic; None: as in training")
-    exact: bool = key(False, "iterate until converged, whatever passes says")
-    tol: float | None = key(None, "relative change of the states at which exact ends; None: 1e-5 "
-                            "in float32, 1e-2 in bfloat16")
-    device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
-    dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16")
-    json: str | None = key(None, "write the results to this file (-: to stdout)")
 
 
 COLUMNS = {"lambada_openai": "LAMBADA", "wikitext": "WikiText", "piqa": "PIQA",

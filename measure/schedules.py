@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attention import Cache, Rows
-from configurator import UserError
+from configurator import UserError, key
 from decoding import TOLERANCE, check_solver, prefill
 from model import Decoder
 from solvers import Report, Solution, interleave, solve
@@ -45,7 +45,23 @@ class Schedule:
         return f"{solver}{groups}, {passes}"
 
 
-def schedule_of(c, model: Decoder, dtype: torch.dtype, *more: str) -> Schedule:
+@dataclass
+class ScoreConfig:
+    """What the commands that score a checkpoint take."""
+
+    out_dir: str = key("out", "folder with ckpt.pt, or a file such as out/best.pt")
+    solver: str | None = key(None, "cyclic, jacobi or autoregressive; None: as in training")
+    passes: int | None = key(None, "of cyclic and jacobi; None: as in training (paper: 3)")
+    n_groups: int | None = key(None, "g of cyclic; None: as in training")
+    exact: bool = key(False, "iterate until converged, whatever passes says")
+    tol: float | None = key(None, "relative change of the states at which exact ends; None: 1e-5 "
+                            "in float32, 1e-2 in bfloat16")
+    device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
+    dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16")
+    json: str | None = key(None, "write the results to this file (-: to stdout)")
+
+
+def schedule_of(c: ScoreConfig, model: Decoder, dtype: torch.dtype, *more: str) -> Schedule:
     """What the settings solver, passes, n_groups, tol and exact mean for this model; `more`:
     solvers of which the caller takes care.
 
