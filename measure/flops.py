@@ -99,43 +99,35 @@ def flops_per_token(config: ModelConfig, block_size: int, mode: str, head: bool 
     if mode == "decode":  # lckv has written its keys and values on the way up
         return total + sum(blocks) + sum(attended) + store * (not condensed)
 
-    def run(part: slice, times: float = 1) -> float:
-        """So many passes of a part of the stack, forward."""
-        return times * (sum(blocks[part]) + sum(attended[part]))
-
-    def back(part: slice) -> float:
-        return 2 * sum(blocks[part]) + ATTENTION_BACKWARD * sum(attended[part])
-
-    if not p.iterates and c.kv != "whitematter":
-        # a cache to be kept takes the dummy's channels once more
-        total += run(slice(L)) + store + dummy * (1 if training else 2)
-        return total + training * (back(slice(L)) + 2 * (store + dummy))
+    # how often each layer runs, and how often it is differentiated
+    one_pass = not p.iterates and c.kv != "whitematter"
+    phases = [1] if one_pass else [passes or evaluation_schedule(c)["passes"]]
+    if training and not one_pass:
+        phases = [m for m in (c.n_nograd, c.n_grad) if m]
     first, end = p.iterated
-    middle, ends = slice(first, end), (slice(first), slice(end, L))
-    n, phases = passes or evaluation_schedule(c)["passes"], ()
-    if training:
-        n, phases = c.n_grad, [m for m in (c.n_nograd, c.n_grad) if m]
-    # a phase stores its first states and each group anew, but in training the last of the last
-    # pass, which nobody reads; lckv stores its first states only
+    inside = [first <= layer < end for layer in range(L)]
+    forward = [sum(phases) if i else 1 for i in inside]
+    backward = [training * (phases[-1] if i else 1) for i in inside]
+    if not one_pass and (condensed or max(max(ch.sources) for ch in p.channels) < end):
+        # what the block above all sources puts out is read after the last pass only; before, lckv's
+        # runs for its keys and values, which are read
+        backward[end - 1] = int(training)
+        if not condensed:
+            forward[end - 1] = 1
+        total += training * condensed * 2 * kv * (phases[-1] - 1)
+    total += sum(n * (block + attention) + m * (2 * block + ATTENTION_BACKWARD * attention)
+                 for n, m, block, attention in zip(forward, backward, blocks, attended))
+
+    # what tokens leave in the cache: in each phase the first states and each group anew, but in
+    # training the last group of a phase, which nobody reads; lckv stores its first states only
     g = min(c.n_groups, T)
     last = len(range(g - 1, T, g)) / T if training else 0
-    total += sum(map(run, ends))
-    for m in phases or [n]:
-        stored = (1 if condensed else 1 + m - last) * store + dummy
-        total += run(middle, m) + stored
-    top = slice(end - 1, end)
-    unread = max(max(channel.sources) for channel in p.channels) < end  # what it puts out
-    if unread and not condensed:  # runs in the last pass only; lckv's stores keys and values
-        total -= (sum(phases or [n]) - 1) * run(top)
-    if not training:
-        return total
-    total += sum(map(back, ends)) + n * back(middle) + 2 * stored
-    if c.n_nograd:  # the states that the passes with gradients begin with are constants
+    stored = [(1 if condensed else 1 + m - last) * store + dummy for m in phases]
+    if one_pass:  # a cache to be kept takes the dummy's channels once more
+        stored = [store + dummy * (1 if training else 2)]
+    total += sum(stored) + training * 2 * stored[-1]
+    if training and c.n_nograd:  # what the passes with gradients begin with are constants
         total -= mixing
-    if unread or condensed:
-        # no source: the backward of the block above all sources runs in the last pass only; keys
-        # and values that it has projected itself are read before
-        total -= (n - 1) * (back(top) - 2 * condensed * kv)
     return total
 
 
