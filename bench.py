@@ -205,9 +205,10 @@ def train_command(c: TrainBenchConfig):
     for name, r in results.items():
         if r["kernels"]:
             where, what = ("GPU", "kernels") if device.startswith("cuda") else ("CPU", "operations")
-            print(f"\n{name}: {where} time of a micro-step, ms, and number of {what}")
+            print(f"\n{name}: {where} time of a micro-step, and number of {what}")
+            table = Table({"": "24s", "ms": "9.2f", "number": "7,d"})
             for kind, (ms, count) in r["kernels"].items():
-                print(f"  {kind:24s} {ms:9.2f} {count:7,d}")
+                table.add(kind, ms, count)
     write_results(c, "train", device, dtype, peak_flops=peak, systems=results)
 
 

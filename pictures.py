@@ -31,7 +31,7 @@ from decoding import TOLERANCE
 from evaluate import Windows
 from measure.schedules import Schedule
 from measure.systems import named_configs
-from measure.timing import write_whole
+from measure.timing import Table, write_whole
 from model import Decoder, ModelConfig, rms_norm
 from running.devices import pick_device
 from text.rows import data_of
@@ -531,9 +531,10 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
 def report(x: Connectome, tokenizer: Tokenizer, n_unusual: int):
     """Print how much the weights depend on the token, and the tokens where they do the most."""
     print(f"{len(x.ids):,} tokens. Spread of the mixing weights over tokens, relative to their "
-          "mean:\nchannel " + "".join(f"{j:6d}" for j in range(x.mean.size(1))))
+          "mean:")
+    table = Table({"channel": "8s"} | {f"{j}": "5.0%" for j in range(x.mean.size(1))})
     for name, row in zip(("keys", "values"), x.dependence.tolist()):
-        print(f"{name:8s}" + "".join(f"{100 * r:5.0f}%" for r in row))
+        table.add(name, *row)
     if not x.std.any():
         print("no weight depends on the token")
         return

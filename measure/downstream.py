@@ -20,7 +20,7 @@ from configurator import UserError, at_least, key, package
 from decoding import SOLVERS, generate
 from kernels import accelerate
 from measure.schedules import Schedule, ScoreConfig, schedule_of
-from measure.timing import check, machine, write_results
+from measure.timing import Table, check, machine, write_results
 from model import Decoder, upcast
 from running.devices import pick_device, pick_dtype
 from text.rows import note_if_longer
@@ -239,21 +239,17 @@ def run_tasks(scorer: Scorer, tasks: list[str], task_dir: str | None, limit: int
     return results
 
 
-def table(name: str, results: dict[str, dict]) -> str:
-    """Our figure of each task and, for the paper's tasks, the paper's below."""
+def show(name: str, results: dict[str, dict]):
+    """Print our figure of each task and, for the paper's tasks, the paper's below."""
     metrics = [next(m for m in (*METRICS, *r) if m in r) for r in results.values()]
     ours = [r[m] * (100 if m.startswith("acc") else 1) for m, r in zip(metrics, results.values())]
-    rows = {"": [COLUMNS.get(task, task) for task in results],
-            " ": [METRICS.get(m, m) for m in metrics],
-            name: [f"{x:.2f}" for x in ours]}
-    for model, figures in PAPER.items():
+    names = [COLUMNS.get(task, task) for task in results]
+    table = Table({"": f"{max(len(name), 23)}s"} | {n: f">{max(len(n), 8)}s" for n in names})
+    table.add("", *(METRICS.get(m, m) for m in metrics))
+    table.add(name, *(f"{x:.2f}" for x in ours))
+    for model, figures in PAPER.items() if any(task in COLUMNS for task in results) else ():
         paper = dict(zip(COLUMNS, figures))
-        if any(task in paper for task in results):
-            rows[f"paper: {model}"] = [f"{paper[t]:.2f}" if t in paper else "-" for t in results]
-    left = max(map(len, rows))
-    widths = [2 + max(map(len, column)) for column in zip(*rows.values())]
-    return "\n".join(f"{head:{left}s}" + "".join(f"{x:>{w}s}" for x, w in zip(row, widths))
-                     for head, row in rows.items())
+        table.add(f"paper: {model}", *(f"{paper[t]:.2f}" if t in paper else None for t in results))
 
 
 def downstream_command(c: DownstreamConfig):
@@ -281,7 +277,7 @@ def downstream_command(c: DownstreamConfig):
     with fast.autocast():
         results = run_tasks(scorer, tasks, c.task_dir, c.limit)
     seconds = time.perf_counter() - began
-    print(table(str(c.out_dir), results))
+    show(c.out_dir, results)
     print(f"{seconds:.1f} s")
     write_results(c, "downstream", device, dtype, model=asdict(model.config),
                   step=checkpoint.get("step"), context=context, schedule=asdict(schedule),

@@ -330,7 +330,7 @@ def test_groups_of_the_schedule():
 def test_profile(capsys):
     bench.main(["train", *SIZES, "--batch_size=1", "--block_size=8", "--systems=vanilla",
                 "--profile"])
-    lines = capsys.readouterr().out.partition("number of operations\n")[2].splitlines()
+    lines = capsys.readouterr().out.partition("ms  number\n")[2].splitlines()
     rows = [line.rsplit(None, 2) for line in lines]
     table = {kind.strip(): int(count.replace(",", "")) for kind, _, count in rows}
     assert set(table) <= {kind for kind, _ in bench.KINDS} | {"sum"} and min(table.values()) > 0
