@@ -43,7 +43,6 @@ PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 STYLES = [dict(color=colour, ls=dash) for dash in ("-", "--", ":", "-.") for colour in COLOURS]
 FEEDBACK, FORWARD = (0.835, 0.369, 0.0), (0.0, 0.447, 0.698)  # two of them
-CONTEXT = 30  # tokens printed before an unusual one
 WIDTH = 40  # letters of a name on a line
 
 
@@ -466,7 +465,6 @@ class ConnectomeConfig:
     split: str = key("val", "train, val or test, of the data set")
     rows: int = key(8, "at most so many rows of block_size tokens")
     exact: bool = key(False, "states iterated until converged, not as in training")
-    unusual: int = key(10, "so many tokens with the most unusual mixture are printed")
     fibres: int = key(24, "tokens that are drawn, each as one fibre for each connection")
     output: str = key("out/connectome.png", "the file to write")
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
@@ -483,34 +481,11 @@ def mixing_weights(model: Decoder, idx: Tensor, schedule: Schedule) -> Tensor:
                         for branch in (pool.key, pool.value)])
 
 
-@dataclass
-class Connectome:
-    """Mixing weights alpha (2, N, k, L) of N tokens, and what they amount to."""
-
-    alpha: Tensor
-    ids: list[int]  # (N,)
-
-    def __post_init__(self):
-        self.mean = self.alpha.mean(1)  # (2, k, L)
-        self.std = self.alpha.std(1, correction=0)
-        # how many standard deviations a token's weights lie from the mean
-        self.z = (self.alpha - self.mean[:, None]) / self.std[:, None].clamp(min=1e-12)
-
-    @property
-    def dependence(self) -> Tensor:
-        """(2, k): how much a channel's weights depend on the token: the root mean square over
-        sources of their spread, over that of their mean. 0: not at all."""
-        return self.std.norm(dim=-1) / self.mean.norm(dim=-1).clamp(min=1e-12)
-
-    @property
-    def distance(self) -> Tensor:
-        """(N,): root mean square of z over all weights; over all tokens, its mean square is 1."""
-        return self.z.square().mean((0, 2, 3)).sqrt()
-
-    def most_changed(self, n: int) -> tuple[int, int, int]:
-        """(branch, channel, source) whose weight is the farthest from its mean for token n."""
-        farthest = int(self.z[:, n].abs().argmax())
-        return tuple(map(int, np.unravel_index(farthest, self.mean.shape)))
+def dependence(alpha: Tensor) -> Tensor:
+    """(2, k): how much a channel's weights, alpha (2, N, k, L) of N tokens, depend on the token:
+    the root mean square over sources of their spread, over that of their mean. 0: not at all."""
+    spread, mean = alpha.std(1, correction=0).norm(dim=-1), alpha.mean(1).norm(dim=-1)
+    return spread / mean.clamp(min=1e-12)
 
 
 def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer) -> list[list[int]]:
@@ -528,34 +503,10 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
     return [ids[i:i + T] for i in range(0, len(ids), T)]
 
 
-def report(x: Connectome, tokenizer: Tokenizer, n_unusual: int):
-    """Print how much the weights depend on the token, and the tokens where they do the most."""
-    print(f"{len(x.ids):,} tokens. Spread of the mixing weights over tokens, relative to their "
-          "mean:")
-    table = Table({"channel": "8s"} | {f"{j}": "5.0%" for j in range(x.mean.size(1))})
-    for name, row in zip(("keys", "values"), x.dependence.tolist()):
-        table.add(name, *row)
-    if not x.std.any():
-        print("no weight depends on the token")
-        return
-    print("\nthe most unusual mixtures (distance from the mean, in standard deviations; the token "
-          "in brackets):")
-    for n in x.distance.topk(min(n_unusual, len(x.ids))).indices.tolist():
-        branch, j, source = x.most_changed(n)
-        before, token, after = (tokenizer.decode(part).replace("\n", "\\n") for part in (
-            x.ids[max(0, n - CONTEXT):n], x.ids[n:n + 1], x.ids[n + 1:n + 1 + CONTEXT // 2]))
-        if x.ids[n] == tokenizer.eos_id:
-            token = "end of document"
-        print(f"{x.distance[n]:6.2f}  {before}[{token}]{after}   "
-              f"{'KV'[branch]} channel {j}, source {source}: {x.alpha[branch, n, j, source]:+.2f} "
-              f"for {x.mean[branch, j, source]:+.2f}")
-
-
 def connectome(c: ConnectomeConfig):
     """What the routers have learnt: mean and spread of the mixing weights, and as fibres."""
     check_output(c.output)
     at_least(1, c, "rows", "fibres")
-    at_least(0, c, "unusual")
     if c.split not in SPLITS:
         raise UserError(f"split={c.split}: choose one of {', '.join(SPLITS)}")
     plt, device, schedule = plot(), pick_device(c.device), Schedule("training")
@@ -569,25 +520,30 @@ def connectome(c: ConnectomeConfig):
     rows = connectome_rows(c, checkpoint, tokenizer)
     alpha = [mixing_weights(model, torch.tensor([row], device=device), schedule)[:, 0].cpu()
              for row in rows]
-    x = Connectome(torch.cat(alpha, 1).float(), sum(rows, []))
-    if not x.alpha.isfinite().all():
+    alpha = torch.cat(alpha, 1).float()
+    if not alpha.isfinite().all():
         raise UserError(f"{c.out_dir}: mixing weights that are not finite; the checkpoint is "
                         "damaged, or its training diverged")
-    report(x, tokenizer, c.unusual)
-    draw_connectome(plt, x, model.config.n_layer, c)
+    print(f"{alpha.size(1):,} tokens. Spread of the mixing weights over tokens, relative to their "
+          "mean:")
+    table = Table({"channel": "8s"} | {f"{j}": "5.0%" for j in range(alpha.size(2))})
+    for name, row in zip(("keys", "values"), dependence(alpha).tolist()):
+        table.add(name, *row)
+    draw_connectome(plt, alpha, model.config.n_layer, c)
 
 
-def draw_connectome(plt, x: Connectome, n_layer: int, c: ConnectomeConfig):
-    """Keys above, values below: mean, spread, fibres."""
-    k, L = x.mean.shape[1:]
+def draw_connectome(plt, alpha: Tensor, n_layer: int, c: ConnectomeConfig):
+    """Keys above, values below, of alpha (2, N, k, L): mean, spread, fibres."""
+    mean, std, n = alpha.mean(1), alpha.std(1, correction=0), min(c.fibres, alpha.size(1))
+    k, L = mean.shape[1:]
     size = 0.75 + 0.17 * max(k, 8)
     fig, axes = plt.subplots(2, 3, figsize=(13, 2 * (size + 0.9)), layout="constrained",
                              width_ratios=(1, 1, 1.15))
-    strongest, widest = float(x.mean.abs().max()), float(x.std.max()) or 1.0
+    strongest, widest = float(mean.abs().max()), float(std.max()) or 1.0
     for b, name in enumerate(("keys", "values")):
         for ax, values, colours, low, high, title in (
-                (axes[b, 0], x.mean[b], "RdBu_r", -strongest, strongest, "mean weight"),
-                (axes[b, 1], x.std[b], "cividis", 0, widest,
+                (axes[b, 0], mean[b], "RdBu_r", -strongest, strongest, "mean weight"),
+                (axes[b, 1], std[b], "cividis", 0, widest,
                  "spread over tokens (%: of the mean)")):
             image = ax.imshow(values.numpy(), cmap=colours, vmin=low, vmax=high, aspect="auto",
                               origin="lower")
@@ -598,10 +554,9 @@ def draw_connectome(plt, x: Connectome, n_layer: int, c: ConnectomeConfig):
             ax.set_yticks(every(k))
             ax.grid(visible=False)
             fig.colorbar(image, ax=ax, pad=0.12 if ax is axes[b, 1] else 0.03, fraction=0.06)
-        for j, share in enumerate(x.dependence[b].tolist()):
+        for j, share in enumerate(dependence(alpha)[b].tolist()):
             axes[b, 1].text(L - 0.35, j, f"{100 * share:.0f}%", va="center", fontsize=7.5)
-        draw_fibres(axes[b, 2], x.alpha[b], n_layer, c.fibres)
-        n = min(c.fibres, len(x.ids))
+        draw_fibres(axes[b, 2], alpha[b], n_layer, c.fibres)
         axes[b, 2].set_title(f"{name}: a fibre is a weight of one of {n} tokens")
     save(fig, c.output)
 
