@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import textwrap
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -58,27 +59,6 @@ def plot():
         "xtick.color": "#555555", "ytick.color": "#555555", "axes.titlesize": 10,
         "axes.grid": True, "grid.color": "#e6e6e6", "legend.frameon": False})
     return plt
-
-
-def legible(plt, names: list[str]) -> list[str]:
-    """Names, broken into lines, as text of a picture, to which fonts that have their letters are
-    added; a letter that no font here has, or that does not print, is escaped."""
-    from matplotlib import font_manager
-
-    def known(path: str) -> set[str]:
-        return {c for c in lacking if ord(c) in font_manager.get_font(path).get_charmap()}
-
-    names = [show(name) for name in names]
-    lacking = {c for name in names for c in name}
-    lacking -= known(font_manager.findfont(font_manager.FontProperties()))
-    for font in font_manager.fontManager.ttflist if lacking else ():
-        upright = (font.style, font.weight) == ("normal", 400)
-        if upright and not font.name.startswith("Last Resort") and (found := known(font.fname)):
-            plt.rcParams["font.family"] = [*plt.rcParams["font.family"], font.name]
-            lacking -= found
-    escaped = {ord(c): ascii(c)[1:-1] for c in lacking}
-    return ["\n".join(text[i:i + WIDTH] for i in range(0, len(text), WIDTH))
-            for text in (name.translate(escaped) for name in names)]
 
 
 def check_output(output: str):
@@ -328,7 +308,7 @@ def curves(c: CurvesConfig):
     plt = plot()
     from matplotlib.ticker import EngFormatter
 
-    names = legible(plt, [r.name for r in runs])
+    names = [textwrap.fill(show(r.name), WIDTH) for r in runs]
     fig, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.2))
     longest = max(r.x[-1] for r in runs)
     for ax in (left, right):

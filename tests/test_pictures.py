@@ -158,17 +158,6 @@ def test_runs_are_drawn_by_their_names_whatever_these_are(here, figures):
     assert [run.name for run in pictures.read_curves(CurvesConfig(logs="a,b"))] == ["a,b"]
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_letter_is_of_a_font_that_has_it_or_escaped(figures, monkeypatch):
-    manager = pytest.importorskip("matplotlib.font_manager").fontManager
-    monkeypatch.setattr(manager, "ttflist", [f for f in manager.ttflist if "mpl-data" in f.fname])
-    plt = pictures.plot()
-    assert pictures.legible(plt, ["x\u210a", "\u65e5本"]) == ["x\u210a", r"\u65e5\u672c"]
-    assert list(plt.rcParams["font.family"])[1:] == ["STIXGeneral"]
-    plt.figure().suptitle("x\u210a")
-    plt.gcf().canvas.draw()
-
-
 def test_a_run_with_another_batch_on_the_way_is_noted(here, capsys):
     for tokens, noted in ((30 * 64, False), (30 * 32, True)):
         write_log(here / "a", [6 - n / 10 for n in range(30)], checkpoint=SIZES,
