@@ -197,7 +197,7 @@ def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, fast: Fast,
         solver = {1: "jacobi", T: "autoregressive"}.get(g, "cyclic")
         result = {"g": g, "solver": solver, "passes": n, "perplexities": ppl}
         if n is not None:
-            result |= timed(c, fast, batch, Schedule(solver, n, g))
+            result |= figures(c, fast, batch, Schedule(solver, n, g))
         schedules.append(result)
         table.add(g, f"{n or f'>{limit}'}", ppl[-1], ppl[-1] / exact - 1,
                   result.get("seconds_per_sequence"), result.get("tokens_per_second"),
@@ -238,7 +238,7 @@ def time_systems(c: PrefillConfig, device: str, dtype: torch.dtype):
             how = evaluation_schedule(config)
             schedule = Schedule("jacobi" if how["n_groups"] == 1 else "cyclic", **how)
             passes = f":{schedule.passes}"
-        r = results[name] = figures(c, fast, x, schedule, runs=str(fast))
+        r = results[name] = figures(c, fast, x, schedule) | {"runs": str(fast)}
         first = next(iter(results.values()))
         r["ratio"] = r["seconds_per_sequence"] / first["seconds_per_sequence"]
         table.add(name, r["schedule"] + passes, *shown(r))
@@ -250,15 +250,24 @@ FIGURES = {"GFLOP/token": "11.3f", "ms/sequence": "11.3f", "tokens/s": "10,.0f",
            "first s": "8.1f", "x": "6.2f"}
 
 
-def figures(c: PrefillConfig, fast: Fast, idx: Tensor, s: Schedule, **more) -> dict:
+def figures(c: PrefillConfig, fast: Fast, idx: Tensor, s: Schedule) -> dict:
     """A schedule, its FLOP per token without the head (token by token, as decoding, on T / 2 keys)
     and its times on tokens idx (B, T)."""
-    config = fast.model.config
+    device, config = str(idx.device), fast.model.config
     flops = flops_if_known(config, idx.size(1), "prefill", passes=s.passes)
-    if flops and s.solver == "autoregressive":
-        flops -= store_flops(config)[0]
-    return {"schedule": short_name(s), **asdict(s), "flops_per_token": flops, **more,
-            **timed(c, fast, idx, s)}
+    warmups, trials = c.warmups, c.trials
+    if s.solver == "autoregressive":
+        flops = flops and flops - store_flops(config)[0]
+        warmups, trials = min(warmups, 1), min(trials, 10)
+    empty(device)
+    began = time.perf_counter()
+    with fast.autocast():
+        run_once = make_prefill(fast, idx, s)
+        synchronise(device)
+        first_seconds = time.perf_counter() - began
+        r = measure(run_once, device, warmups, trials, idx.numel())
+    return {"schedule": short_name(s), **asdict(s), "flops_per_token": flops, **r,
+            "first_seconds": first_seconds, "seconds_per_sequence": r["median_seconds"] / len(idx)}
 
 
 def shown(r: dict) -> tuple:
@@ -280,22 +289,6 @@ def residuals(model: Decoder, x: Tensor, groups: list[int], passes: int) -> dict
 
 # ---- time
 
-@torch.no_grad()
-def timed(c: PrefillConfig, fast: Fast, idx: Tensor, s: Schedule) -> dict:
-    """Times of a schedule on tokens idx (B, T)."""
-    device = str(idx.device)
-    few = (1, 10) if s.solver == "autoregressive" else (c.warmups, c.trials)
-    empty(device)
-    began = time.perf_counter()
-    with fast.autocast():
-        run_once = make_prefill(fast, idx, s)
-        synchronise(device)
-        first_seconds = time.perf_counter() - began
-        r = measure(run_once, device, min(c.warmups, few[0]), min(c.trials, few[1]), idx.numel())
-    return r | {"first_seconds": first_seconds,
-                "seconds_per_sequence": r["median_seconds"] / len(idx)}
-
-
 def make_prefill(fast: Fast, idx: Tensor, s: Schedule) -> Callable:
     """A prefill of tokens idx (B, T), to be called again and again; a CUDA graph, if it is to be
     one, and token by token that of a step."""
@@ -303,14 +296,13 @@ def make_prefill(fast: Fast, idx: Tensor, s: Schedule) -> Callable:
     if not fast.graph:
         return run_once
     if s.solver == "autoregressive":
-        steps = TokenByToken(fast.model, idx)
-        steps.graph = record(steps.step, steps.state)
-        return steps
+        return TokenByToken(fast.model, idx)
     return record(run_once, ()).replay
 
 
 class TokenByToken:
-    """Decoding steps on an empty cache of fixed size, from the first column of idx (B, T) on."""
+    """Decoding steps on an empty cache of fixed size, from the first column of idx (B, T) on, each
+    the same CUDA graph."""
 
     def __init__(self, model: Decoder, idx: Tensor):
         B, T = idx.shape
@@ -318,6 +310,7 @@ class TokenByToken:
         self.index, self.start = idx.new_zeros(B), idx.new_zeros(B)
         self.state = self.column, self.index, self.start
         self.steps = steps_of(model, model.new_cache(B, T, like=model.embed_tokens(idx[:, 0])))
+        self.graph = record(self.step, self.state)
 
     def step(self):
         token = self.idx.index_select(1, self.column)[:, 0]
