@@ -27,7 +27,7 @@ def every_job():
 
 def test_commands_are_ones_that_train_and_evaluate_take():
     names = [j.name for j in every_job()]
-    assert len(names) == len(set(names)) == len(corpus.SYSTEMS) + 2 * 5 + 4 * 2 + 24
+    assert len(names) == len(set(names)) == len(corpus.SYSTEMS) + 2 * 5 + 4 * 2 + 3 + 24
     for j in every_job():
         train, score = j.commands
         assert train[0] == "train.py" and score[:2] == ["evaluate.py", "perplexity"]
