@@ -10,7 +10,6 @@ import itertools
 import os
 import pickle
 import re
-import shutil
 import zipfile
 from collections.abc import Iterator
 from dataclasses import fields
@@ -49,15 +48,6 @@ def save_checkpoint(path: Path, state: dict):
         reason = getattr(error, "strerror", None) or "an incomplete write; is the disk full?"
         raise UserError(f"{path}: cannot be written ({reason}); an earlier checkpoint there is "
                         "as it was") from error
-
-
-def keep_copy(path: Path, copy: Path):
-    """A copy of a checkpoint; no link, as whoever goes back to an older one may write to `path`."""
-    try:
-        with written_beside(copy) as temporary:
-            shutil.copyfile(path, temporary)
-    except OSError as error:
-        raise UserError(f"{copy}: cannot be written ({error.strerror})") from error
 
 
 def free(path: Path) -> Path:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from baselines import build
-from checkpoint import keep_copy, load_weights, save_checkpoint, set_aside
+from checkpoint import load_weights, save_checkpoint, set_aside
 from kernels import Fast, accelerate
 from measure.flops import flops_if_known, peak_flops
 from prepare_data import ensure_python
@@ -46,10 +46,10 @@ from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, 
 from running.processes import Lost, Processes
 from running.start import (
     check_data,
+    keep_later_best,
     model_config,
     note_passes,
     restore,
-    restore_best,
     starting_point,
 )
 from solvers import solve
@@ -139,7 +139,7 @@ class Trainer:
         self.optimizer_step = make_optimizer_step(self.fast, self.optimizers)
         self.open(state.get("wandb") if resumes else None)
         if resumes and processes.rank == 0:
-            restore_best(self.path, state, processes.print)
+            keep_later_best(self.path, self.step, processes.print)
 
     def open(self, wandb_id: str | None):
         """The log, and the lock of the folder, which are rank 0's."""
@@ -166,8 +166,8 @@ class Trainer:
         for n in range(rank * c.batch_size, n_rows, world * c.batch_size):
             yield self.val_rows.batch(n, min(c.batch_size, n_rows - n), device)
 
-    def state(self, best: bool = False) -> dict:
-        """What a checkpoint holds; `best`: it has the best loss."""
+    def state(self) -> dict:
+        """What a checkpoint holds."""
         optimizers = [o.state_dict() for o in self.optimizers]
         for group in (g for o in optimizers for g in o["param_groups"]):
             group["lr"] = float(group["lr"])
@@ -176,11 +176,11 @@ class Trainer:
                 "optimizers": optimizers, "meta": self.meta, "config": asdict(self.c),
                 "prepared_again": self.again, "step": self.step, "rows_seen": self.rows_seen,
                 "tokens_seen": self.tokens_seen, "best_val_loss": self.best,
-                "best_id": self.best_id, "is_best": best,
-                "rng": torch.get_rng_state(), "wandb": wandb}
+                "best_id": self.best_id, "rng": torch.get_rng_state(), "wandb": wandb}
 
     def save(self, best: bool = False):
-        """Write ckpt.pt, after a last look that losses and weights are finite."""
+        """Write ckpt.pt, and before it best.pt if it is the best, after a last look that losses and
+        weights are finite. Whoever is killed in between has a best.pt that is better than said."""
         self.log.flush()
         if not torch.stack(torch._foreach_norm(list(self.model.parameters()))).isfinite().all():
             raise UserError(f"step {self.step}: the weights are not finite, so nothing was saved; "
@@ -190,9 +190,8 @@ class Trainer:
                 raise UserError(f"{self.log.path}: cannot be written; what was there before is as "
                                 "it was")
             self.lock.keep()
-            save_checkpoint(self.path, self.state(best))
-            if best:
-                keep_copy(self.path, self.path.with_name("best.pt"))
+            for name in ("best.pt", "ckpt.pt") if best else ("ckpt.pt",):
+                save_checkpoint(self.path.with_name(name), self.state())
             carry_on(self.tokenizer_files, self.path.parent)
         self.saved = self.step
         self.log.start_clock()

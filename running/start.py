@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import damaged, keep_copy, load_checkpoint, load_weights, set_aside
+from checkpoint import damaged, load_checkpoint, load_weights, set_aside
 from configurator import UserError
 from model import ModelConfig
 from running.settings import SCHEDULE, TrainConfig, learning_rate
@@ -150,17 +150,10 @@ def note_passes(t, state: dict):
         t.processes.print(f"note: goes on with {', '.join(other)}; the weights fit")
 
 
-def restore_best(path: Path, state: dict, say: Callable):
-    """What best.pt has to be where a run goes on from the checkpoint `path`."""
-    best = path.with_name("best.pt")
-    if step_of(best) > state["step"]:
+def keep_later_best(path: Path, step: int, say: Callable):
+    """Set best.pt aside where a run goes on from an older checkpoint, `path`, of this step."""
+    best, later = path.with_name("best.pt"), False
+    with suppress(Exception):  # there may be none, or none that can be read
+        later = torch.load(best, "cpu", weights_only=True, mmap=True)["step"] > step
+    if later:
         say(f"note: {best} is of a later step than {path}: it is kept as {set_aside(best)}")
-    if state.get("is_best"):  # it may have died before this was done
-        keep_copy(path, best)
-
-
-def step_of(path: Path) -> int:
-    """The step of a checkpoint; -1 if there is none that can be read."""
-    with suppress(Exception):
-        return int(torch.load(path, "cpu", weights_only=True, mmap=True)["step"])
-    return -1

@@ -47,22 +47,21 @@ def test_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch, fault, 
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt.pt"]
 
 
-def test_a_full_disk_leaves_the_old_best_checkpoint(tmp_path, monkeypatch):
-    path, best = tmp_path / "ckpt.pt", tmp_path / "best.pt"
-    for p in (path, best):
-        p.write_bytes(p.name.encode())
+def test_a_full_disk_leaves_the_old_best_checkpoint(folder, monkeypatch):
+    trainer = in_process(folder, monkeypatch, max_iters=1)
+    before = {name: Path("out", name).read_bytes() for name in ("best.pt", "ckpt.pt")}
 
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no space left")
 
     with monkeypatch.context() as disk:
-        disk.setattr(checkpoint.shutil, "copyfile", refuse)
+        disk.setattr(torch, "save", refuse)
         with pytest.raises(UserError, match="best.pt: cannot be written .no space left"):
-            checkpoint.keep_copy(path, best)
-    assert best.read_bytes() == b"best.pt" and len(list(tmp_path.iterdir())) == 2
-    checkpoint.keep_copy(path, best)
-    path.write_bytes(b"an older one, by cp")
-    assert best.read_bytes() == b"ckpt.pt"
+            trainer.save(best=True)
+    assert {p.name: p.read_bytes() for p in Path("out").glob("*.pt*")} == before
+    trainer.save(best=True)
+    Path("out/ckpt.pt").write_bytes(b"an older one, by cp")
+    assert load("out/best.pt")["step"] == 1
 
 
 def test_a_run_that_cannot_be_moved_stays(tmp_path, monkeypatch):

@@ -576,15 +576,17 @@ def test_the_best_checkpoint_is_kept(folder, monkeypatch):
                                                              "log.csv"]
 
 
-@pytest.mark.parametrize("killed, when", [("save_checkpoint", 2), ("keep_copy", 0)])
-def test_a_best_checkpoint_that_a_kill_has_cut_short_is_made_again(folder, monkeypatch, killed,
+@pytest.mark.parametrize("written, when", [(0, 2), (1, 0)])
+def test_a_best_checkpoint_that_a_kill_has_cut_short_is_made_again(folder, monkeypatch, written,
                                                                    when):
-    """Whether or not the resumed run evaluates at that step again."""
+    """Or, where best.pt was written, is there whether or not the resumed run evaluates at that step
+    again."""
     trainer = make(folder, monkeypatch, eval_interval=2, max_iters=2)
     evaluate = trainer.evaluate
 
     def dies():
-        monkeypatch.setattr(train, killed, lambda *_: sys.exit("killed"))
+        saves = iter([save_checkpoint] * written + [lambda *_: sys.exit("killed")])
+        monkeypatch.setattr(train, "save_checkpoint", lambda *args: next(saves)(*args))
         evaluate()
 
     trainer.evaluate = dies
