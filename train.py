@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from configurator import UserError, ranks, run
-from running.settings import TrainConfig, learning_rate, settings
+from running.settings import SCHEDULE, TrainConfig, learning_rate, settings
 from running.signals import Signals
 
 # torch takes seconds to import: a mistake in the settings is said, and a signal obeyed, before
@@ -38,20 +38,14 @@ from baselines import build
 from checkpoint import load_weights, save_checkpoint, set_aside
 from kernels import Fast, accelerate
 from measure.flops import flops_if_known, peak_flops
+from model import ModelConfig
 from prepare_data import ensure_python
 from running.devices import pick_device, pick_dtype
 from running.lock import Lock
 from running.log import Log, import_wandb, start_wandb
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Lost, Processes
-from running.start import (
-    check_data,
-    keep_later_best,
-    model_config,
-    note_passes,
-    restore,
-    starting_point,
-)
+from running.start import check_data, differing, keep_later_best, model_config, restore, start_of
 from solvers import solve
 from text.rows import TokenRows, load_meta
 from text.tokenizer import carried, carry_on
@@ -100,7 +94,7 @@ class Trainer:
         if processes.rank == 0 and self.path.parent.is_dir():
             # an earlier start may still be writing there
             self.lock = Lock(self.path.parent, processes.print)
-        state, resumes = starting_point(c)
+        state, resumes = start_of(c)
         if c.dataset == "python":
             ensure_python(processes.rank)
         self.folder, self.meta = load_meta(c.dataset)
@@ -113,7 +107,9 @@ class Trainer:
         self.val_rows, self.val_id = None, None
         if c.eval_rows > 0:
             self.val_rows = TokenRows(self.folder / "val.bin", self.meta, c.block_size, None)
-            self.val_id = self.identify(c, self.meta)
+            # the rows that an evaluation is of: losses of others cannot be compared with it
+            self.val_id = [c.dataset, self.meta.get("val_digest"), c.block_size,
+                           min(c.eval_rows, self.val_rows.n_rows)]
             for _ in self.val_batches("cpu"):  # a bad id is met before the first step
                 pass
         processes.start(self.device)
@@ -123,12 +119,13 @@ class Trainer:
         self.optimizers = make_optimizers(self.model, c)
         self.step, self.rows_seen, self.tokens_seen, self.saved = 0, 0, 0, 0
         self.best, self.best_id = math.inf, self.val_id  # the loss, and the rows that it is of
+        if state is not None:
+            load_weights(self.model, state, source)
+            theirs = ModelConfig(**state["model_config"])
+            if other := differing(SCHEDULE, self.model_config, theirs):
+                processes.print(f"note: goes on with {other}; the weights fit")
         if resumes:
             restore(self, state)
-        elif state is not None:
-            load_weights(self.model, state, source)
-        if state is not None:
-            note_passes(self, state)
         if processes.largest(self.step) != self.step:
             raise UserError(f"{self.path}: step {self.step} here, another process found a later "
                             "one: out_dir must be a folder that all nodes share")
@@ -143,22 +140,17 @@ class Trainer:
 
     def open(self, wandb_id: str | None):
         """The log, and the lock of the folder, which are rank 0's."""
-        c, p = self.c, self.processes
-        self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
-        peak, wandb = peak_flops(self.device), None
-        flops = flops_if_known(self.model_config, c.block_size, "training", head=True)
-        share = flops and peak and flops / (peak * p.world)  # of the peak, a token a second
+        c, p, wandb = self.c, self.processes, None
         if p.rank == 0:
             self.lock = self.lock or Lock(self.path.parent, p.print)
             if c.wandb:  # with the model's own sizes, which may be a checkpoint's
                 wandb = start_wandb(asdict(c) | asdict(self.model_config), wandb_id)
+        self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
+        peak = peak_flops(self.device)
+        flops = flops_if_known(self.model_config, c.block_size, "training", head=True)
+        share = flops and peak and flops / (peak * p.world)  # of the peak, a token a second
         self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, share, p, c,
                        wandb, self.lock)
-
-    def identify(self, c: TrainConfig, meta: dict) -> list:
-        """The rows that an evaluation is of; losses of others cannot be compared with it."""
-        return [c.dataset, meta.get("val_digest"), c.block_size,
-                min(c.eval_rows, self.val_rows.n_rows)]
 
     def val_batches(self, device: str, rank: int = 0, world: int = 1) -> Iterator[tuple]:
         """One process's batches of the first eval_rows rows (or all)."""
@@ -186,9 +178,6 @@ class Trainer:
             raise UserError(f"step {self.step}: the weights are not finite, so nothing was saved; "
                             "lower learning_rate or raise warmup_iters")
         if self.processes.rank == 0:
-            if self.log.is_new and not self.log.begun:
-                raise UserError(f"{self.log.path}: cannot be written; what was there before is as "
-                                "it was")
             self.lock.keep()
             for name in ("best.pt", "ckpt.pt") if best else ("ckpt.pt",):
                 save_checkpoint(self.path.with_name(name), self.state())

@@ -36,7 +36,7 @@ class Log:
         self.rows: list[tuple] = []  # for the file
         self.start_clock()
         self.last_loss = None
-        self.begun, self.is_new = False, not step
+        self.is_new, self.begun = not step, False
         self.kept = self.read(path, step) if step else []
         self.validated = any(row[2] and int(row[0]) == step for row in self.kept)
 
@@ -64,13 +64,12 @@ class Log:
         self.begun = True
 
     def write(self):
-        """Add the rows that wait to the file; if it takes none, they wait for the next time."""
-        # a new run's file has to be there before its checkpoint, even without a row to write
-        if self.processes.rank or not self.rows and (self.begun or not self.is_new):
+        """Add the rows that wait to the file; if it takes none, they wait for the next time. Raises
+        UserError if a new run's file cannot be begun."""
+        if self.processes.rank or not self.rows:
             return
         size = None
-        if self.lock:
-            self.lock.keep()
+        self.lock.keep()
         try:
             if not self.begun:
                 self.begin()
@@ -79,6 +78,9 @@ class Log:
                 csv.writer(f).writerows(self.rows if size else [self.columns, *self.rows])
             self.rows.clear()
         except OSError as error:
+            if self.is_new and not self.begun:
+                raise UserError(f"{self.path}: cannot be written ({error.strerror}); what was "
+                                "there before is as it was") from None
             if size is not None and self.path.exists():
                 os.truncate(self.path, size)  # no half a row
             self.processes.print(f"note: {self.path} takes no rows now ({error.strerror})")

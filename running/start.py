@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import damaged, load_checkpoint, load_weights, set_aside
+from checkpoint import damaged, load_checkpoint, set_aside
 from configurator import UserError
 from model import ModelConfig
 from running.settings import SCHEDULE, TrainConfig, learning_rate
@@ -20,7 +20,7 @@ from text.rows import prepared_again
 from text.tokenizer import other_ids
 
 
-def starting_point(c: TrainConfig) -> tuple[dict | None, bool]:
+def start_of(c: TrainConfig) -> tuple[dict | None, bool]:
     """The checkpoint that init_from names, if any, and whether its run goes on."""
     how, _, path = c.init_from.partition(":")
     if how == "resume" or how == "auto" and (Path(c.out_dir) / "ckpt.pt").exists():
@@ -29,10 +29,10 @@ def starting_point(c: TrainConfig) -> tuple[dict | None, bool]:
     return (load_checkpoint(path), False) if path else (None, False)
 
 
-def differing(names: Iterable[str], mine, theirs) -> list[str]:
-    """What two settings say under names where they differ."""
-    return [f"{name}={getattr(mine, name)} (there: {getattr(theirs, name)})" for name in names
-            if getattr(mine, name) != getattr(theirs, name)]
+def differing(names: Iterable[str], mine, theirs) -> str:
+    """What two settings say under names where they differ; empty where they do not."""
+    return ", ".join(f"{name}={getattr(mine, name)} (there: {getattr(theirs, name)})"
+                     for name in names if getattr(mine, name) != getattr(theirs, name))
 
 
 def model_config(c: TrainConfig, meta: dict, weights: dict | None = None,
@@ -49,7 +49,7 @@ def model_config(c: TrainConfig, meta: dict, weights: dict | None = None,
         chosen = [name for name in sorted(names.difference(SCHEDULE))
                   if name in c.given or given[name] != getattr(TrainConfig, name)]
         if wrong := differing(chosen, c, theirs):
-            raise UserError(f"{path} has another model: {', '.join(wrong)}")
+            raise UserError(f"{path} has another model: {wrong}")
         for name in SCHEDULE if theirs.kv != c.kv else ():
             if not c.given.get(name):  # of a config file, which means its own system
                 given[name] = None
@@ -81,34 +81,27 @@ def check_data(c: TrainConfig, meta: dict, state: dict, say: Callable = print) -
     return bool(said or state.get("prepared_again"))
 
 
-def load_optimizers(t, states: list[dict]):
-    """Give a trainer's optimizers a checkpoint's state. Raises UserError if they have other groups
-    of parameters, ValueError if a state is of other shapes."""
-    theirs, ours = ([[len(group["params"]) for group in state["param_groups"]] for state in those]
-                    for those in (states, (o.state_dict() for o in t.optimizers)))
-    if theirs != ours:
-        raise UserError(f"{t.path}: its optimizers have other groups of parameters than this "
-                        f"version's: --init_from={t.path} begins a new run with its weights")
-    for optimizer, saved in zip(t.optimizers, states):
-        # the state is the checkpoint's, the settings (momentum, fused, ...) are ours
-        groups = [old | {k: v for k, v in ours.items() if k != "params"}
-                  for old, ours in zip(saved["param_groups"], optimizer.param_groups)]
-        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-        for p, its in optimizer.state.items():
-            if any(isinstance(x, Tensor) and x.dim() and x.shape != p.shape for x in its.values()):
-                raise ValueError("an optimizer's state is of other shapes than the weights")
-
-
 def restore(trainer, state: dict):
-    """Continue the run of a checkpoint, by the settings of this one; says so where these mean
-    other rows or another rate. Raises UserError if it has another model."""
+    """Continue the run of a checkpoint, whose weights the model has, by the settings of this one;
+    says so where these mean other rows or another rate. Raises UserError if the optimizers are of
+    other parameters."""
     t = trainer
-    load_weights(t.model, state, t.path)
     if not state.get("optimizers"):
         raise UserError(f"{t.path} has weights, but no state of the optimizers: "
                         f"--init_from={t.path} begins a new run with them")
     try:
-        load_optimizers(t, state["optimizers"])
+        for optimizer, saved in zip(t.optimizers, state["optimizers"], strict=True):
+            ours = optimizer.state_dict()["param_groups"]
+            if [g["params"] for g in saved["param_groups"]] != [g["params"] for g in ours]:
+                raise UserError(f"{t.path}: its optimizers have other groups of parameters than "
+                                f"this version's: --init_from={t.path} begins a new run with its "
+                                "weights")
+            # the state is the checkpoint's, the settings (momentum, fused, ...) are ours
+            optimizer.load_state_dict({"state": saved["state"], "param_groups": ours})
+            for p, its in optimizer.state.items():
+                if any(isinstance(x, Tensor) and x.dim() and x.shape != p.shape
+                       for x in its.values()):
+                    raise ValueError("an optimizer's state is of other shapes than the weights")
         torch.set_rng_state(state["rng"].cpu())
         t.step, t.rows_seen = int(state["step"]), int(state["rows_seen"])
         block_size = state["config"]["block_size"]
@@ -123,17 +116,15 @@ def restore(trainer, state: dict):
         raise damaged(t.path, error) from None
     if t.c.dataset != before.dataset:
         t.rows_seen = 0
-    t.best_id = best_id
-    if t.val_rows is not None:
-        t.best_id = t.best_id or t.identify(before, state["meta"])  # earlier versions had none
-        if t.best_id != t.val_id and t.best < math.inf:
-            t.processes.print("note: the best loss so far was one of other validation rows; it "
-                              "starts anew, and best.pt will be set aside (best-previous.pt)")
-    for names, so in ((("dataset", "seed", "block_size"), ", and so on other rows"),
-                      (("batch_size", "gradient_accumulation_steps", "weight_decay", "grad_clip",
-                        "momentum", "beta1", "beta2", "dtype"), "")):
-        if changed := differing(names, t.c, before):
-            t.processes.print(f"note: goes on with {', '.join(changed)}{so}")
+    t.best_id = best_id or t.val_id  # earlier versions had none
+    if t.val_rows is not None and t.best_id != t.val_id and t.best < math.inf:
+        t.processes.print("note: the best loss so far was one of other validation rows; it "
+                          "starts anew, and best.pt will be set aside (best-previous.pt)")
+    if other := differing(("dataset", "seed", "block_size"), t.c, before):
+        t.processes.print(f"note: goes on with {other}, and so on other rows")
+    if other := differing(("batch_size", "gradient_accumulation_steps", "weight_decay",
+                           "grad_clip", "momentum", "beta1", "beta2", "dtype"), t.c, before):
+        t.processes.print(f"note: goes on with {other}")
     for step in range(t.step, t.c.max_iters, max(1, (t.c.max_iters - t.step) // 10)):
         now, then = learning_rate(step, t.c), learning_rate(step, before)
         if not 0.8 * then <= now <= 1.25 * then:
@@ -142,12 +133,6 @@ def restore(trainer, state: dict):
                               f"earlier settings had {then:.2e} (max_iters={t.c.max_iters}, there: "
                               f"{before.max_iters})")
             break
-
-
-def note_passes(t, state: dict):
-    """Say so where a trainer's passes are not those of the checkpoint that it begins with."""
-    if other := differing(SCHEDULE, t.model_config, ModelConfig(**state["model_config"])):
-        t.processes.print(f"note: goes on with {', '.join(other)}; the weights fit")
 
 
 def keep_later_best(path: Path, step: int, say: Callable):

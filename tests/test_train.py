@@ -585,8 +585,12 @@ def test_a_best_checkpoint_that_a_kill_has_cut_short_is_made_again(folder, monke
     evaluate = trainer.evaluate
 
     def dies():
-        saves = iter([save_checkpoint] * written + [lambda *_: sys.exit("killed")])
-        monkeypatch.setattr(train, "save_checkpoint", lambda *args: next(saves)(*args))
+        calls = iter([save_checkpoint] * written)
+
+        def save(*args):
+            next(calls, lambda *_: sys.exit("killed"))(*args)
+
+        monkeypatch.setattr(train, "save_checkpoint", save)
         evaluate()
 
     trainer.evaluate = dies
