@@ -77,23 +77,16 @@ def run(main, argv: list[str] | None = None):
     """Call main(argv); what the user can mend becomes one line on stderr and exit status 1.
 
     Of several processes rank 0 prints it, and others what may have happened to them alone: the
-    first one of each node, and any that has found the others. With --json=- all that main prints
-    goes to stderr, and stdout, as `session.answers`, is for the JSON alone; with --json=FILE it is
-    no end that nobody reads stdout any more.
+    first one of each node, and any that has found the others.
     """
-    argv = sys.argv[1:] if argv is None else argv
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started us
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
         if hasattr(getattr(sys, name), "reconfigure"):  # a terminal of ASCII alone prints ?
             getattr(sys, name).reconfigure(errors="replace")
-    alone = "--json=-" in with_json(argv)
-    session.answers = sys.stdout if alone else None
-    to_file = not alone and any(arg.partition("=")[0] == "--json" for arg in argv)
-    stdout = sys.stderr if alone else Unheard(sys.stdout) if to_file else sys.stdout
+    session.answers = None
     try:
-        with contextlib.redirect_stdout(stdout):
-            main(argv)
+        main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
@@ -196,22 +189,12 @@ class Unheard:
             let_go(self.stream)
 
 
-def with_json(argv: list[str]) -> list[str]:
-    """argv with `--json -`, or `--json` and nothing behind it, written `--json=-`."""
-    out, rest = [], [*argv]
-    while rest:
-        arg = rest.pop(0)
-        if arg == "--json" and (not rest or rest[0].startswith("-")):
-            arg = "--json=-"
-            if rest[:1] == ["-"]:
-                rest.pop(0)
-        out.append(arg)
-    return out
-
-
 def run_command(program: str, commands: dict, argv: list[str], usage: str):
     """Call the command that argv begins with, one of the functions in {function: defaults of its
     settings}, with the settings that the rest gives. Its docstring is its help. Raises UserError.
+
+    With --json=- all that it prints goes to stderr, and stdout, as `session.answers`, is for the
+    JSON alone; with --json=FILE it is no end that nobody reads stdout any more.
     """
     functions = {f.__name__.removesuffix("_command"): f for f in commands}
     if argv and argv[0] in ("-h", "--help"):
@@ -222,7 +205,12 @@ def run_command(program: str, commands: dict, argv: list[str], usage: str):
                         f"{', '.join(functions)}")
     function = functions[argv[0]]
     about = f"{program} {argv[0]}: {inspect.getdoc(function)}"
-    function(parse(commands[function], with_json(argv[1:]), about))
+    c = parse(commands[function], argv[1:], about)
+    json, stdout = getattr(c, "json", None), sys.stdout
+    session.answers = stdout if json == "-" else None
+    with contextlib.redirect_stdout(sys.stderr if json == "-" else
+                                    Unheard(stdout) if json else stdout):
+        function(c)
 
 
 def parse(defaults, argv: list[str], usage: str):
@@ -248,6 +236,8 @@ def parse(defaults, argv: list[str], usage: str):
             raise UserError(unknown(key, defaults, f"--{key}"))
         if not sep and is_boolean(types_of[key]):
             text = "true"
+        elif not sep and key == "json":
+            text = "-"  # stdout
         elif not sep:
             raise UserError(f"--{key} needs a value: --{key}={show(getattr(defaults, key))}")
         overrides[key] = convert(text, types_of[key], f"--{key}={text}")
