@@ -69,7 +69,7 @@ class Printer:
     """
 
     def __init__(self, tokenizer: Tokenizer, starts: list[str], stop: str | None = None, out=None):
-        self.tokenizer, self.stop, self.out = tokenizer, stop, out or sys.stdout
+        self.tokenizer, self.stop, self.out = tokenizer, stop or "", out or sys.stdout
         utf8, n = codecs.getincrementaldecoder("utf-8"), len(starts)
         self.decoders = [utf8(errors="replace") for _ in starts]
         self.held = [""] * n  # it may be the beginning of `stop`
@@ -83,25 +83,19 @@ class Printer:
     def add(self, ids: list[int | None]):
         """Take the next id of every sample; None for one that has ended."""
         for b, i in enumerate(ids):
-            if not self.ended[b]:
-                data = b"" if i is None else self.tokenizer.decode_bytes([i])
-                # at the end, the bytes of an unfinished character become U+FFFD
-                self.extend(b, self.decoders[b].decode(data, final=i is None), final=i is None)
+            if self.ended[b]:
+                continue
+            data = b"" if i is None else self.tokenizer.decode_bytes([i])
+            # at the end, the bytes of an unfinished character become U+FFFD
+            text = self.held[b] + self.decoders[b].decode(data, final=i is None)
+            end = text.find(self.stop) if self.stop else -1
+            self.ended[b] = end >= 0 or i is None
+            if end < 0:
+                begun = max(n for n in range(len(self.stop) + 1) if text.endswith(self.stop[:n]))
+                end = len(text) - (0 if self.ended[b] else begun)
+            self.waiting[b] += text[:end]
+            self.held[b] = text[end:]
         self.show()
-
-    def extend(self, b: int, text: str, final: bool):
-        """Add to sample b's text, but for what may still turn out to be the beginning of `stop`."""
-        text, held = self.held[b] + text, 0
-        if self.stop:
-            at = text.find(self.stop)
-            if at >= 0:
-                text, final = text[:at], True
-            elif not final:
-                held = next(n for n in range(min(len(self.stop), len(text)), -1, -1)
-                            if text.endswith(self.stop[:n]))
-        self.waiting[b] += text[:len(text) - held]
-        self.held[b] = text[len(text) - held:]
-        self.ended[b] = final
 
     def show(self):
         while self.current < len(self.waiting):
