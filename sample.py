@@ -90,7 +90,7 @@ class Printer:
             text = self.held[b] + self.decoders[b].decode(data, final=i is None)
             end = text.find(self.stop) if self.stop else -1
             self.ended[b] = end >= 0 or i is None
-            if end < 0:
+            if end < 0:  # how much of `stop` may have begun?
                 begun = max(n for n in range(len(self.stop) + 1) if text.endswith(self.stop[:n]))
                 end = len(text) - (0 if self.ended[b] else begun)
             self.waiting[b] += text[:end]

@@ -89,29 +89,33 @@ class Trainer:
         self.dtype = pick_dtype(c.dtype, self.device)
         if c.wandb:
             import_wandb()  # before anything takes time
-        self.path = Path(c.out_dir) / "ckpt.pt"
-        self.lock = None
+        self.path, self.lock = Path(c.out_dir) / "ckpt.pt", None
         if processes.rank == 0 and self.path.parent.is_dir():
             # an earlier start may still be writing there
             self.lock = Lock(self.path.parent, processes.print)
         state, resumes = start_of(c)
+        source = self.path if resumes else c.init_from.removeprefix("auto:")
+
+        # ---- data
         if c.dataset == "python":
             ensure_python(processes.rank)
-        self.folder, self.meta = load_meta(c.dataset)
+        folder, self.meta = load_meta(c.dataset)
         # were parts of the training on other versions of the data set?
         self.again = state is not None and check_data(c, self.meta, state, processes.print)
-        self.tokenizer_files = carried(self.meta, self.folder)
-        source = self.path if resumes else c.init_from.removeprefix("auto:")
+        self.tokenizer_files = carried(self.meta, folder)
         self.model_config = model_config(c, self.meta, state, source)
-        self.rows = TokenRows(self.folder / "train.bin", self.meta, c.block_size, c.seed)
+        self.rows = TokenRows(folder / "train.bin", self.meta, c.block_size, c.seed)
+        self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
         self.val_rows, self.val_id = None, None
         if c.eval_rows > 0:
-            self.val_rows = TokenRows(self.folder / "val.bin", self.meta, c.block_size, None)
+            self.val_rows = TokenRows(folder / "val.bin", self.meta, c.block_size, None)
             # the rows that an evaluation is of: losses of others cannot be compared with it
             self.val_id = [c.dataset, self.meta.get("val_digest"), c.block_size,
                            min(c.eval_rows, self.val_rows.n_rows)]
             for _ in self.val_batches("cpu"):  # a bad id is met before the first step
                 pass
+
+        # ---- model and optimizers, as they begin
         processes.start(self.device)
         torch.manual_seed(c.seed)
         self.model = build(self.model_config).to(self.device)
@@ -129,73 +133,71 @@ class Trainer:
         if processes.largest(self.step) != self.step:
             raise UserError(f"{self.path}: step {self.step} here, another process found a later "
                             "one: out_dir must be a folder that all nodes share")
+
+        # ---- what makes it fast
         self.fast = accelerate(self.model, self.dtype, c.compile, c.kernels, training=True,
                                recompute=c.recompute)
         weight = processes.world / c.gradient_accumulation_steps
         self.micro_step = make_micro_step(self.fast, weight)
         self.optimizer_step = make_optimizer_step(self.fast, self.optimizers)
-        self.open(state.get("wandb") if resumes else None)
-        if resumes and processes.rank == 0:
-            keep_later_best(self.path, self.step, processes.print)
 
-    def open(self, wandb_id: str | None):
-        """The log, and the lock of the folder, which are rank 0's."""
-        c, p, wandb = self.c, self.processes, None
-        if p.rank == 0:
-            self.lock = self.lock or Lock(self.path.parent, p.print)
+        # ---- its folder, which is rank 0's, and log
+        wandb = None
+        if processes.rank == 0:
+            self.lock = self.lock or Lock(self.path.parent, processes.print)
+            if resumes:
+                keep_later_best(self.path, self.step, processes.print)
             if c.wandb:  # with the model's own sizes, which may be a checkpoint's
-                wandb = start_wandb(asdict(c) | asdict(self.model_config), wandb_id)
-        self.tokens_per_step = c.gradient_accumulation_steps * c.batch_size * c.block_size
+                wandb = start_wandb(asdict(c) | asdict(self.model_config),
+                                    state.get("wandb") if resumes else None)
         peak = peak_flops(self.device)
         flops = flops_if_known(self.model_config, c.block_size, "training", head=True)
-        share = flops and peak and flops / (peak * p.world)  # of the peak, a token a second
-        self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, share, p, c,
-                       wandb, self.lock)
+        share = flops and peak and flops / (peak * processes.world)  # of it, a token a second
+        self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, share,
+                       processes, c, wandb, self.lock)
 
-    def val_batches(self, device: str, rank: int = 0, world: int = 1) -> Iterator[tuple]:
-        """One process's batches of the first eval_rows rows (or all)."""
-        c, n_rows = self.c, min(self.c.eval_rows, self.val_rows.n_rows)
-        for n in range(rank * c.batch_size, n_rows, world * c.batch_size):
-            yield self.val_rows.batch(n, min(c.batch_size, n_rows - n), device)
+    def run(self, signals: Signals | None = None):
+        """Train to max_iters, with a checkpoint and an evaluation every eval_interval steps.
 
-    def state(self) -> dict:
-        """What a checkpoint holds."""
-        optimizers = [o.state_dict() for o in self.optimizers]
-        for group in (g for o in optimizers for g in o["param_groups"]):
-            group["lr"] = float(group["lr"])
-        wandb = self.log.wandb.id if self.log.wandb else None
-        return {"model": self.model.state_dict(), "model_config": asdict(self.model_config),
-                "optimizers": optimizers, "meta": self.meta, "config": asdict(self.c),
-                "prepared_again": self.again, "step": self.step, "rows_seen": self.rows_seen,
-                "tokens_seen": self.tokens_seen, "best_val_loss": self.best,
-                "best_id": self.best_id, "rng": torch.get_rng_state(), "wandb": wandb}
+        After a signal: save, and end the process with status 128 + the signal's number. Whoever
+        sent it may not wait for an evaluation: the resumed run begins with it.
+        """
+        c, p, stop = self.c, self.processes, 0
+        try:
+            # what the log has may be of other validation rows
+            known = self.log.validated and self.best_id == self.val_id
+            if self.step and self.is_due() and p.largest(p.rank == 0 and not known):
+                self.evaluate()
+            while self.step < c.max_iters and not stop:
+                self.update()
+                stop = self.asked(signals)
+                if self.is_due() or stop:
+                    self.save()
+                if self.is_due() and not stop:
+                    self.evaluate()  # after the checkpoint: if it fails, nothing is lost
+                    stop = self.asked(signals)
+        except Lost:
+            self.rescue()
+            raise
+        if p.rank == 0:
+            self.log.close()
+            self.lock.close()
+        if stop:
+            p.largest(0)  # nobody leaves while rank 0 still writes: torchrun would end it
+            p.print(f"{self.path}: stopped by a signal after step {self.step}; "
+                    "--init_from=resume goes on")
+            p.end()
+            sys.exit(128 + stop)
 
-    def save(self, best: bool = False):
-        """Write ckpt.pt, and before it best.pt if it is the best, after a last look that losses and
-        weights are finite. Whoever is killed in between has a best.pt that is better than said."""
-        self.log.flush()
-        if not torch.stack(torch._foreach_norm(list(self.model.parameters()))).isfinite().all():
-            raise UserError(f"step {self.step}: the weights are not finite, so nothing was saved; "
-                            "lower learning_rate or raise warmup_iters")
-        if self.processes.rank == 0:
-            self.lock.keep()
-            for name in ("best.pt", "ckpt.pt") if best else ("ckpt.pt",):
-                save_checkpoint(self.path.with_name(name), self.state())
-            carry_on(self.tokenizer_files, self.path.parent)
-        self.saved = self.step
-        self.log.start_clock()
+    def is_due(self) -> bool:
+        return self.step % self.c.eval_interval == 0 or self.step == self.c.max_iters
 
-    def gradient(self) -> Tensor:
-        """Fill the flat gradient from this process's rows of the next global batch; mean loss."""
-        c, p = self.c, self.processes
-        micro_steps = c.gradient_accumulation_steps // p.world
-        self.flat.zero_()
-        total = self.flat.new_zeros(())
-        for m in range(micro_steps):
-            first = self.rows_seen + (m * p.world + p.rank) * c.batch_size
-            x, y = self.rows.batch(first, c.batch_size, self.device)
-            total += self.micro_step(x, y)
-        return total
+    def asked(self, signals: Signals | None) -> int:
+        """The number of the signal by which one of the processes was asked to stop, or 0."""
+        stop = self.processes.largest((signals and signals.received) or self.processes.closed)
+        if signals:
+            signals.begun = True  # there is something to save from now on
+        return stop
 
     def update(self):
         """One optimizer step."""
@@ -213,25 +215,17 @@ class Trainer:
         self.step += 1
         self.log.add(self.step - 1, loss, lr, norm)
 
-    def rescue(self):
-        """Save what no checkpoint holds yet, without the help of other processes."""
-        if self.processes.rank == 0 and self.step > self.saved:
-            if self.processes.world > 1:
-                self.log.lose()
-            self.save()
-
-    @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss in nats per token over the first eval_rows rows (or all)."""
-        p, model = self.processes, self.fast.model.eval()
-        total = torch.zeros(2, device=self.device)  # nats, tokens
-        for x, y in self.val_batches(self.device, p.rank, p.world):
-            with self.fast.autocast():
-                loss = model.loss(solve(model, x).final, y)
-            total += torch.stack((loss.float() * y.numel(), total.new_tensor(y.numel())))
-        model.train()
-        nats, tokens = p.sum(total).tolist()
-        return nats / tokens
+    def gradient(self) -> Tensor:
+        """Fill the flat gradient from this process's rows of the next global batch; mean loss."""
+        c, p = self.c, self.processes
+        micro_steps = c.gradient_accumulation_steps // p.world
+        self.flat.zero_()
+        total = self.flat.new_zeros(())
+        for m in range(micro_steps):
+            first = self.rows_seen + (m * p.world + p.rank) * c.batch_size
+            x, y = self.rows.batch(first, c.batch_size, self.device)
+            total += self.micro_step(x, y)
+        return total
 
     def evaluate(self):
         """The validation loss, if there is such data; a checkpoint that is the best yet is kept."""
@@ -247,54 +241,58 @@ class Trainer:
             self.save(best)
         self.log.validation(self.step, loss, best)
 
-    def run(self, signals: Signals | None = None):
-        """Train to max_iters, with a checkpoint and an evaluation every eval_interval steps.
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss in nats per token over the first eval_rows rows (or all)."""
+        p, model = self.processes, self.fast.model.eval()
+        total = torch.zeros(2, device=self.device)  # nats, tokens
+        for x, y in self.val_batches(self.device, p.rank, p.world):
+            with self.fast.autocast():
+                loss = model.loss(solve(model, x).final, y)
+            total += torch.stack((loss.float() * y.numel(), total.new_tensor(y.numel())))
+        model.train()
+        nats, tokens = p.sum(total).tolist()
+        return nats / tokens
 
-        After a signal: save, and end the process with status 128 + the signal's number. Whoever
-        sent it may not wait for an evaluation: the resumed run begins with it.
-        """
-        p = self.processes
-        try:
-            stop = self.steps(signals)
-        except Lost:
-            self.rescue()
-            raise
-        if p.rank == 0:
-            self.log.close()
-            self.lock.close()
-        if stop:
-            p.largest(0)  # nobody leaves while rank 0 still writes: torchrun would end it
-            p.print(f"{self.path}: stopped by a signal after step {self.step}; "
-                    "--init_from=resume goes on")
-            p.end()
-            sys.exit(128 + stop)
+    def val_batches(self, device: str, rank: int = 0, world: int = 1) -> Iterator[tuple]:
+        """One process's batches of the first eval_rows rows (or all)."""
+        c, n_rows = self.c, min(self.c.eval_rows, self.val_rows.n_rows)
+        for n in range(rank * c.batch_size, n_rows, world * c.batch_size):
+            yield self.val_rows.batch(n, min(c.batch_size, n_rows - n), device)
 
-    def steps(self, signals: Signals | None) -> int:
-        """All that are left, or those until a signal, whose number it returns."""
-        c, p, stop = self.c, self.processes, 0
-        # what the log has may be of other validation rows
-        known = self.log.validated and self.best_id == self.val_id
-        if self.step and self.is_due() and p.largest(p.rank == 0 and not known):
-            self.evaluate()
-        while self.step < c.max_iters and not stop:
-            self.update()
-            stop = self.asked(signals)
-            if self.is_due() or stop:
-                self.save()
-            if self.is_due() and not stop:
-                self.evaluate()  # after the checkpoint: if it fails, nothing is lost
-                stop = self.asked(signals)
-        return stop
+    def save(self, best: bool = False):
+        """Write ckpt.pt, and before it best.pt if it is the best, after a last look that losses and
+        weights are finite. Whoever is killed in between has a best.pt that is better than said."""
+        self.log.flush()
+        if not torch.stack(torch._foreach_norm(list(self.model.parameters()))).isfinite().all():
+            raise UserError(f"step {self.step}: the weights are not finite, so nothing was saved; "
+                            "lower learning_rate or raise warmup_iters")
+        if self.processes.rank == 0:
+            self.lock.keep()
+            for name in ("best.pt", "ckpt.pt") if best else ("ckpt.pt",):
+                save_checkpoint(self.path.with_name(name), self.state())
+            carry_on(self.tokenizer_files, self.path.parent)
+        self.saved = self.step
+        self.log.start_clock()
 
-    def is_due(self) -> bool:
-        return self.step % self.c.eval_interval == 0 or self.step == self.c.max_iters
+    def state(self) -> dict:
+        """What a checkpoint holds."""
+        optimizers = [o.state_dict() for o in self.optimizers]
+        for group in (g for o in optimizers for g in o["param_groups"]):
+            group["lr"] = float(group["lr"])
+        wandb = self.log.wandb.id if self.log.wandb else None
+        return {"model": self.model.state_dict(), "model_config": asdict(self.model_config),
+                "optimizers": optimizers, "meta": self.meta, "config": asdict(self.c),
+                "prepared_again": self.again, "step": self.step, "rows_seen": self.rows_seen,
+                "tokens_seen": self.tokens_seen, "best_val_loss": self.best,
+                "best_id": self.best_id, "rng": torch.get_rng_state(), "wandb": wandb}
 
-    def asked(self, signals: Signals | None) -> int:
-        """The number of the signal by which one of the processes was asked to stop, or 0."""
-        stop = self.processes.largest((signals and signals.received) or self.processes.closed)
-        if signals:
-            signals.begun = True  # there is something to save from now on
-        return stop
+    def rescue(self):
+        """Save what no checkpoint holds yet, without the help of other processes."""
+        if self.processes.rank == 0 and self.step > self.saved:
+            if self.processes.world > 1:
+                self.log.lose()
+            self.save()
 
 
 def main(argv: list[str], signals: Signals | None = None):

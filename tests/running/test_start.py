@@ -64,8 +64,7 @@ def test_an_older_checkpoint_does_not_cost_a_better_one(folder, monkeypatch, cap
     """The best loss of its own training is another one."""
     trainer = make(folder, monkeypatch, max_iters=2, eval_interval=1)
     trainer.validate = iter((9.0, 1.0)).__next__
-    trainer.steps(None)
-    trainer.lock.close()
+    trainer.run()
     assert load("out/best.pt")["step"] == 2
     state = load("out/ckpt.pt")
     save_checkpoint(Path("out/ckpt.pt"), state | {"step": 1, "best_val_loss": 9.0})
