@@ -61,10 +61,7 @@ def set_aside(path: Path) -> Path:
     returned."""
     to = free(path.with_stem(f"{path.stem}-previous"))
     if path.exists():
-        try:
-            os.replace(path, to)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be set aside ({error.strerror})") from None
+        os.replace(path, to)
     return to
 
 
@@ -155,9 +152,8 @@ class Undrawn(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        tensor = kwargs.get("tensor", args[0] if args else None)
-        drawn = getattr(func, "__module__", None) == "torch.nn.init"
-        return tensor if drawn and isinstance(tensor, Parameter) else func(*args, **kwargs)
+        drawn = getattr(func, "__module__", None) == "torch.nn.init" and kwargs.get("tensor")
+        return drawn if isinstance(drawn, Parameter) else func(*args, **kwargs)
 
 
 def load_model(path: str | Path, device: str = "cpu") -> tuple[Decoder, dict]:

@@ -33,13 +33,13 @@ class Lock:
         self.folder, self.say = folder, say
         self.take()
 
-    def take(self):
-        """Lock the folder of that name as it is now."""
+    def take(self, so: str = ""):
+        """Lock the folder of that name as it is now; `so` is what it means if that fails."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = open(self.folder / LOCK, "a")
         except OSError as error:
-            raise UserError(f"out_dir={self.folder}: cannot be written to ({error.strerror})"
+            raise UserError(f"out_dir={self.folder}: cannot be written to ({error.strerror}){so}"
                             ) from None
         self.sure = True
         try:
@@ -49,7 +49,7 @@ class Lock:
                 msvcrt.locking(self.file.fileno(), msvcrt.LK_NBLCK, 1)
         except (BlockingIOError, PermissionError):
             self.close()
-            raise Taken(f"out_dir={self.folder}: another run is writing there") from None
+            raise Taken(f"out_dir={self.folder}: another run is writing there{so}") from None
         except OSError:
             self.sure = False  # a file system without locks
         self.place = os.stat(self.folder)
@@ -70,11 +70,8 @@ class Lock:
         except OSError:  # a disk that does not answer is none that was moved
             return
         self.close()
-        try:
-            self.take()
-        except UserError as error:
-            raise UserError(f"{error}; this run's folder was moved or removed while it went on, "
-                            "and its last steps are not saved") from None
+        self.take("; this run's folder was moved or removed while it went on, and its last steps "
+                  "are not saved")
         if not same:
             from checkpoint import keep_previous  # with torch, which a lock does not need
 

@@ -32,23 +32,18 @@ def make_optimizers(model: Decoder, c: TrainConfig) -> list[torch.optim.Optimize
             (projections if name.endswith(".proj") else rest).append(p)
     groups = [{"params": projections, "weight_decay": c.weight_decay},
               {"params": rest, "weight_decay": 0.0}]
-    on_cuda = model.embed.weight.is_cuda
-    adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=(c.beta1, c.beta2),
-                              fused=on_cuda, capturable=on_cuda)
-    optimizers = [Muon(muon, c.learning_rate, c.momentum, c.weight_decay), adamw]
+    device, lr = model.embed.weight.device, c.learning_rate
+    on_cuda = device.type == "cuda"
     if on_cuda:
-        for group in groups_of(optimizers):
-            group["lr"] = torch.tensor(c.learning_rate, device=model.embed.weight.device)
-    return optimizers
-
-
-def groups_of(optimizers: list[torch.optim.Optimizer]) -> list[dict]:
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
+        lr = torch.tensor(lr, device=device)
+    adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr, (c.beta1, c.beta2),
+                              fused=on_cuda, capturable=on_cuda)
+    return [Muon(muon, lr, c.momentum, c.weight_decay), adamw]
 
 
 def set_rate(optimizers: list[torch.optim.Optimizer], lr: float):
     """The learning rate of the next step; on CUDA into the tensors that its graph reads."""
-    for group in groups_of(optimizers):
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
         else:
