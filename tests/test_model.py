@@ -4,11 +4,11 @@ import re
 
 import pytest
 import torch
+from qwen3 import from_qwen3, to_qwen3
 from small import SMALL, random_tokens, small_model, with_documents
 
 from attention import Cache, attend
 from baselines import build
-from checkpoint import from_qwen3, to_qwen3
 from model import ModelConfig, rms_norm, rotary_tables, rotate
 from pool import initial_sources
 from solvers import cyclic, one_pass, solve
