@@ -52,36 +52,37 @@ class Log:
         return [r for r in rows if int(r[0]) < step or int(r[0]) == step and r[2]]
 
     def begin(self):
-        """The file with the rows that are kept; whatever happens, it has either all old rows or
-        these."""
+        """The file with the rows that are kept and those that wait; whatever happens, it has either
+        all old rows or these."""
         folder = self.path.parent
         with written_beside(self.path) as temporary:
             with open(temporary, "w", newline="", encoding="utf-8") as f:
-                csv.writer(f).writerows([self.columns, *self.kept])
-            previous = keep_previous(folder) if self.is_new else None
-            if previous:
+                csv.writer(f).writerows([self.columns, *self.kept, *self.rows])
+            if self.is_new and (previous := keep_previous(folder)):
                 self.processes.print(f"{folder} held a run: it is kept in {previous}")
-        self.begun = True
+        self.begun, self.is_new, self.kept = True, False, []
 
     def write(self):
         """Add the rows that wait to the file; if it takes none, they wait for the next time. Raises
         UserError if a new run's file cannot be begun."""
         if self.processes.rank or not self.rows:
             return
-        size = None
         self.lock.keep()
+        size = 0
         try:
-            if not self.begun:
+            if self.begun and self.path.exists():
+                size = self.path.stat().st_size
+            if size:
+                with open(self.path, "a", newline="", encoding="utf-8") as f:
+                    csv.writer(f).writerows(self.rows)
+            else:  # or somebody tidied up
                 self.begin()
-            size = self.path.stat().st_size if self.path.exists() else 0  # somebody tidied up
-            with open(self.path, "a", newline="", encoding="utf-8") as f:
-                csv.writer(f).writerows(self.rows if size else [self.columns, *self.rows])
             self.rows.clear()
         except OSError as error:
-            if self.is_new and not self.begun:
+            if self.is_new:
                 raise UserError(f"{self.path}: cannot be written ({error.strerror}); what was "
                                 "there before is as it was") from None
-            if size is not None and self.path.exists():
+            if size:
                 os.truncate(self.path, size)  # no half a row
             self.processes.print(f"note: {self.path} takes no rows now ({error.strerror})")
 
