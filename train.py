@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from configurator import UserError, ranks, run
-from running.settings import SCHEDULE, TrainConfig, learning_rate, settings
+from running.settings import SCHEDULE, TrainConfig, learning_rate, settings, starting_point
 from running.signals import Signals
 
 # torch takes seconds to import: a mistake in the settings is said, and a signal obeyed, before
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from baselines import build
-from checkpoint import load_weights, save_checkpoint, set_aside
+from checkpoint import load_checkpoint, load_weights, save_checkpoint, set_aside
 from kernels import Fast, accelerate
 from measure.flops import flops_if_known, peak_flops
 from model import ModelConfig
@@ -45,7 +45,7 @@ from running.lock import Lock
 from running.log import Log, import_wandb, start_wandb
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Lost, Processes
-from running.start import check_data, differing, keep_later_best, model_config, restore, start_of
+from running.start import check_data, differing, keep_later_best, model_config, restore
 from solvers import solve
 from text.rows import TokenRows, load_meta
 from text.tokenizer import carried, carry_on
@@ -93,8 +93,8 @@ class Trainer:
         if processes.rank == 0 and self.path.parent.is_dir():
             # an earlier start may still be writing there
             self.lock = Lock(self.path.parent, processes.print)
-        state, resumes = start_of(c)
-        source = self.path if resumes else c.init_from.removeprefix("auto:")
+        source, resumes = starting_point(c)
+        state = load_checkpoint(source) if source else None
 
         # ---- data
         if c.dataset == "python":

@@ -101,16 +101,27 @@ def check(c: TrainConfig, rank: int = 0, world: int = 1):
     no_tilde(c)
     if (Path(c.out_dir) / "meta.json").is_file():
         raise UserError(f"out_dir={c.out_dir}: a data set is there; a run needs another folder")
-    known = c.init_from in ("scratch", "resume", "auto") or c.init_from.startswith("auto:")
-    if c.init_from in ("", "auto:") or not known and not Path(c.init_from).exists():
-        raise UserError(f"init_from={c.init_from}: choose scratch, resume, auto, or the path of a "
-                        "checkpoint, which auto: may stand before")
+    starting_point(c)
     if rank:
         return
     folder = Path(c.out_dir).absolute()
     there = next(p for p in (folder, *folder.parents) if p.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"out_dir={c.out_dir}: {there} is no folder that can be written to")
+
+
+def starting_point(c: TrainConfig) -> tuple[Path | None, bool]:
+    """The checkpoint that init_from names, if any, and whether its run goes on. UserError."""
+    own, weights = Path(c.out_dir) / "ckpt.pt", c.init_from.removeprefix("auto:")
+    auto = c.init_from == "auto" or weights != c.init_from
+    if c.init_from == "resume" or auto and weights and own.exists():
+        return own, True
+    if c.init_from in ("scratch", "auto"):
+        return None, False
+    if weights and (auto or Path(weights).exists()):
+        return Path(weights), False
+    raise UserError(f"init_from={c.init_from}: choose scratch, resume, auto, or the path of a "
+                    "checkpoint, which auto: may stand before")
 
 
 def rate_schedule(c: TrainConfig) -> tuple[int, int, float]:

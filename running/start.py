@@ -12,21 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import damaged, load_checkpoint, set_aside
+from checkpoint import damaged, set_aside
 from configurator import UserError
 from model import ModelConfig
 from running.settings import SCHEDULE, TrainConfig, learning_rate
 from text.rows import prepared_again
 from text.tokenizer import other_ids
-
-
-def start_of(c: TrainConfig) -> tuple[dict | None, bool]:
-    """The checkpoint that init_from names, if any, and whether its run goes on."""
-    how, _, path = c.init_from.partition(":")
-    if how == "resume" or how == "auto" and (Path(c.out_dir) / "ckpt.pt").exists():
-        return load_checkpoint(Path(c.out_dir) / "ckpt.pt"), True
-    path = path if how == "auto" else "" if how == "scratch" else c.init_from
-    return (load_checkpoint(path), False) if path else (None, False)
 
 
 def differing(names: Iterable[str], mine, theirs) -> str:
