@@ -145,14 +145,14 @@ class Trainer:
         wandb = None
         if processes.rank == 0:
             self.lock = self.lock or Lock(self.path.parent, processes.print)
-            if resumes:
-                keep_later_best(self.path, self.step, processes.print)
             if c.wandb:  # with the model's own sizes, which may be a checkpoint's
                 wandb = start_wandb(asdict(c) | asdict(self.model_config),
                                     state.get("wandb") if resumes else None)
+            if resumes:
+                keep_later_best(self.path, self.step, processes.print)
         peak = peak_flops(self.device)
         flops = flops_if_known(self.model_config, c.block_size, "training", head=True)
-        share = flops and peak and flops / (peak * processes.world)  # of it, a token a second
+        share = flops and peak and flops / (peak * processes.world)  # of it, by a token a second
         self.log = Log(self.path.with_name("log.csv"), self.step, self.tokens_per_step, share,
                        processes, c, wandb, self.lock)
 
