@@ -166,35 +166,12 @@ def let_go(stream):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class Unheard:
-    """A stream that goes nowhere once nobody reads it."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            return self.stream.write(text)
-        except BrokenPipeError:
-            let_go(self.stream)
-            return len(text)
-
-    def flush(self):
-        try:
-            self.stream.flush()
-        except BrokenPipeError:
-            let_go(self.stream)
-
-
 def run_command(program: str, commands: dict, argv: list[str], usage: str):
     """Call the command that argv begins with, one of the functions in {function: defaults of its
     settings}, with the settings that the rest gives. Its docstring is its help. Raises UserError.
 
     With --json=- all that it prints goes to stderr, and stdout, as `session.answers`, is for the
-    JSON alone; with --json=FILE it is no end that nobody reads stdout any more.
+    JSON alone.
     """
     functions = {f.__name__.removesuffix("_command"): f for f in commands}
     if argv and argv[0] in ("-h", "--help"):
@@ -206,10 +183,9 @@ def run_command(program: str, commands: dict, argv: list[str], usage: str):
     function = functions[argv[0]]
     about = f"{program} {argv[0]}: {inspect.getdoc(function)}"
     c = parse(commands[function], argv[1:], about)
-    json, stdout = getattr(c, "json", None), sys.stdout
-    session.answers = stdout if json == "-" else None
-    with contextlib.redirect_stdout(sys.stderr if json == "-" else
-                                    Unheard(stdout) if json else stdout):
+    alone = getattr(c, "json", None) == "-"
+    session.answers = sys.stdout if alone else None
+    with contextlib.redirect_stdout(sys.stderr if alone else sys.stdout):
         function(c)
 
 
