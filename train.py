@@ -110,7 +110,7 @@ class Trainer:
         if c.eval_rows > 0:
             self.val_rows = TokenRows(folder / "val.bin", self.meta, c.block_size, None)
             # the rows that an evaluation is of: losses of others cannot be compared with it
-            self.val_id = [c.dataset, self.meta.get("val_digest"), c.block_size,
+            self.val_id = [self.meta.get("val_digest") or c.dataset, c.block_size,
                            min(c.eval_rows, self.val_rows.n_rows)]
             for _ in self.val_batches("cpu"):  # a bad id is met before the first step
                 pass

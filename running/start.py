@@ -53,17 +53,25 @@ def model_config(c: TrainConfig, meta: dict, weights: dict | None = None,
         raise UserError(str(error)) from None
 
 
+def same_data(c: TrainConfig, meta: dict, state: dict) -> bool:
+    """Is the data set that of a checkpoint: by its name, or by what is in train.bin, as it may have
+    moved?"""
+    now, then = (m.get("train_digest") for m in (meta, state["meta"]))
+    return (c.dataset == os.path.normpath(state["config"].get("dataset") or "")
+            or now is not None and now == then)
+
+
 def check_data(c: TrainConfig, meta: dict, state: dict, say: Callable = print) -> bool:
     """Raise UserError if a checkpoint reads other ids than the data set has.
 
-    Where the data set of that name has other text by now, it says so, by `say`.
+    Where the data set has other text by now, it says so, by `say`.
     """
     theirs = state["meta"]
     if said := other_ids(meta, theirs):
         raise UserError(f"data/{c.dataset} has {said[0]}, the checkpoint {said[1]}: its weights "
                         "mean nothing for other ids; prepare the data set with the checkpoint's "
                         "tokenizer")
-    if c.dataset != os.path.normpath(state["config"].get("dataset") or ""):
+    if not same_data(c, meta, state):
         return False
     said = prepared_again(meta, theirs)
     if said:
@@ -100,21 +108,25 @@ def restore(trainer, state: dict):
         t.best, t.saved = float(state["best_val_loss"]), t.step
         before = TrainConfig(**{f.name: state["config"][f.name] for f in fields(TrainConfig)
                                 if f.name in state["config"]})
-        if best_id := state.get("best_id"):  # earlier versions kept a slash behind a data set
-            best_id = [os.path.normpath(best_id[0]), *best_id[1:]]
+        best_id = state.get("best_id")
+        if best_id and len(best_id) == 4:  # earlier versions had both, name and digest
+            best_id = [best_id[1] or os.path.normpath(best_id[0]), *best_id[2:]]
         learning_rate(t.step, before)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise damaged(t.path, error) from None
-    if t.c.dataset != before.dataset:
+    same = same_data(t.c, t.meta, state)
+    if not same:
         t.rows_seen = 0
     t.best_id = best_id or t.val_id  # earlier versions had none
     if t.val_rows is not None and t.best_id != t.val_id and t.best < math.inf:
         t.processes.print("note: the best loss so far was one of other validation rows; it "
                           "starts anew, and best.pt will be set aside (best-previous.pt)")
-    if other := differing(("dataset", "seed", "block_size"), t.c, before):
+    name = ["dataset"]
+    if other := differing(name * (not same) + ["seed", "block_size"], t.c, before):
         t.processes.print(f"note: goes on with {other}, and so on other rows")
-    if other := differing(("batch_size", "gradient_accumulation_steps", "weight_decay",
-                           "grad_clip", "momentum", "beta1", "beta2", "dtype"), t.c, before):
+    if other := differing(name * same + ["batch_size", "gradient_accumulation_steps",
+                                         "weight_decay", "grad_clip", "momentum", "beta1", "beta2",
+                                         "dtype"], t.c, before):
         t.processes.print(f"note: goes on with {other}")
     for step in range(t.step, t.c.max_iters, max(1, (t.c.max_iters - t.step) // 10)):
         now, then = learning_rate(step, t.c), learning_rate(step, before)

@@ -272,7 +272,8 @@ def test_a_finished_run_is_evaluated_once_on_other_validation_rows(folder, monke
     in_process(folder, monkeypatch, **run)
     name = settings(arguments(**run, dataset=TINY["dataset"] + "/"), "").dataset
     state = load("out/ckpt.pt")
-    state["config"]["dataset"] = state["best_id"][0] = TINY["dataset"] + "/"  # an older version's
+    older = state["config"]["dataset"] = TINY["dataset"] + "/"
+    state["best_id"] = [older, None, *state["best_id"][1:]]
     for _ in range(2):
         in_process(folder, monkeypatch, **run, init_from="auto", dataset=name)
         assert "note" not in capsys.readouterr().out
@@ -281,6 +282,31 @@ def test_a_finished_run_is_evaluated_once_on_other_validation_rows(folder, monke
         in_process(folder, monkeypatch, **run, init_from="auto", eval_rows=5)
         with open("out/log.csv", newline="") as f:
             assert [bool(r["val_loss"]) for r in csv.DictReader(f)] == [False, True, True]
+
+
+def test_a_data_set_that_has_moved_is_read_on(folder, monkeypatch, capsys):
+    """By another path, or a link, but with the same bytes: the rows go on, and the best loss
+    stays; with others it begins anew."""
+    data = folder / "data" / TINY["dataset"]
+    run = dict(init_from="auto", eval_interval=1, lr_decay_iters=4)
+    meta = json.loads((data / "meta.json").read_text())
+    for split in ("train", "val"):
+        meta[f"{split}_digest"] = f"digest of {split}"
+    (data / "meta.json").write_text(json.dumps(meta))
+    shutil.copytree(data, folder / "elsewhere/mine")
+    whole = in_process(folder, monkeypatch, max_iters=4, out_dir="whole", **run)
+    in_process(folder, monkeypatch, max_iters=2, **run)
+    capsys.readouterr()
+    moved = in_process(folder, monkeypatch, max_iters=4, dataset=str(folder / "elsewhere/mine"),
+                       **run)
+    said = capsys.readouterr().out
+    assert "note: goes on with dataset=" in said and "other" not in said
+    assert moved.rows_seen == whole.rows_seen and not Path("out/best-previous.pt").exists()
+    for a, b in zip(whole.model.parameters(), moved.model.parameters()):
+        assert torch.equal(a, b)
+    (data / "meta.json").write_text(json.dumps(meta | {"train_digest": "another"}))
+    make(folder, monkeypatch, max_iters=6, **run)
+    assert "and so on other rows" in capsys.readouterr().out
 
 
 def test_a_best_loss_outlives_a_run_without_evaluations(folder, monkeypatch, capsys):
