@@ -8,6 +8,8 @@ order they stand. `run` turns every end that a user can mend into one line on st
 a `UserError`, no memory, a full disk, no compiler.
 """
 
+import __future__
+
 import contextlib
 import dataclasses
 import difflib
@@ -27,6 +29,7 @@ from pathlib import Path
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
+KINDS = {bool: "true or false", int: "a whole number of 63 bits", float: "a number", str: "text"}
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "annot allocate memory",
              "CUBLAS_STATUS_ALLOC_FAILED", "Storage size calculation overflowed")
@@ -42,11 +45,12 @@ class UserError(Exception):
     """Something that the user can mend: what is wrong, the value, what is accepted."""
 
 
-def key(default, help: str, was: str | None = None, of: str | None = None):
+def key(default, help: str, was: str | None = None, of: tuple[str, str] | None = None):
     """A field of a dataclass of settings, with what --help says about it.
 
-    `was`: its former name. `of`: another field; what a config file says of this one holds for the
-    file's own value of that one, not for another that a later file or the command line names.
+    `was`: its former name. `of`: another field and a value of it for which this one has another
+    default; what a config file says of this one does not survive a change from or to that value by
+    a later file or the command line.
     """
     return dataclasses.field(default=default, metadata={"help": help, "was": was, "of": of})
 
@@ -224,11 +228,14 @@ def parse(defaults, argv: list[str], usage: str):
 
 
 def drop_dependants(settings: dict, later: dict, defaults):
-    """Of settings, drop those that go with another (`of`) to which `later` gives a new value."""
+    """Of settings, drop those that go with another (`of`) which `later` changes from or to the
+    value that has defaults of its own."""
     for f in dataclasses.fields(defaults):
-        owner = f.metadata.get("of")
-        if owner and later.get(owner) not in (None, settings.get(owner, getattr(defaults, owner))):
-            settings.pop(f.name, None)
+        owner, own = f.metadata.get("of") or (None, None)
+        if owner and owner in later:
+            now = settings.get(owner, getattr(defaults, owner))
+            if later[owner] != now and own in (later[owner], now):
+                settings.pop(f.name, None)
 
 
 def at_least(least: int, c, *names: str):
@@ -277,7 +284,7 @@ def read_config_file(path: str, defaults) -> dict:
     types_of = typing.get_type_hints(type(defaults))
     if not Path(path).is_file():
         raise UserError(f"{path}: no such config file (settings are written --key=value)")
-    code, names = read_text(path, path), {}
+    code, names = read_text(path, path), {"__file__": path}
     try:
         exec(compile(code, path, "exec"), names)
     except Exception as error:
@@ -286,7 +293,7 @@ def read_config_file(path: str, defaults) -> dict:
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
     settings = {}
     for key, value in names.items():
-        if key.startswith("_") or isinstance(value, types.ModuleType) or (
+        if key.startswith("_") or isinstance(value, (types.ModuleType, __future__._Feature)) or (
                 callable(value) and key not in types_of):
             continue
         if key not in types_of:
@@ -306,7 +313,12 @@ def unknown(key: str, defaults, where: str) -> str:
 
 def convert(value, kind, where: str):
     """`value`, text or a Python object, as `kind`; ints are floats too, nothing else bends."""
-    kind, *none = typing.get_args(kind) or (kind,)  # X, or X | None
+    several = typing.get_origin(kind) in (types.UnionType, typing.Union)  # X | None
+    kind, *none = typing.get_args(kind) if several else (kind,)
+    if kind not in KINDS or none not in ([], [types.NoneType]):
+        kinds = ", ".join(k.__name__ for k in KINDS)
+        raise UserError(f"{where}: a key is of {kinds}, or of one of these or None; a list is "
+                        "text, to be split where it is used")
     if none and (value in (None, "None") or value == "none" and kind is not str):
         return None
     if kind is bool:
@@ -323,9 +335,7 @@ def convert(value, kind, where: str):
                 return number
         except (ValueError, OverflowError):
             pass
-    expected = {bool: "true or false", int: "a whole number of 63 bits", float: "a number",
-                str: "text"}[kind]
-    raise UserError(f"{where}: expected {expected}{' or None' if none else ''}")
+    raise UserError(f"{where}: expected {KINDS[kind]}{' or None' if none else ''}")
 
 
 def show(value) -> str:

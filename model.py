@@ -23,6 +23,8 @@ from attention import Cache, Rows, Sink, attend
 
 SYSTEMS = ("whitematter", "vanilla", "nofeedback", "lckv", "feedback", "fusedkv", "fusedkv_lite",
            "recurrent")
+# have no choice of channels, sources and dummy
+NO_POOL = ("vanilla", "lckv", "feedback", "fusedkv", "fusedkv_lite", "recurrent")
 ROUTERS = ("dynamic", "static")
 SCHEDULES = {"lckv": (1, 7, 2)}  # n_groups, n_nograd, n_grad of Wu and Tu (2024); else the paper's
 CHUNK = 4096  # tokens whose logits are there at a time; 0.8 GB in float32 for 50,304 ids
@@ -75,7 +77,7 @@ class ModelConfig:
               f"n_head={self.n_head} is no multiple of n_kv_head={self.n_kv_head}")
         check(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: RoPE needs an even number, "
               f"such as {self.head_dim + 1}")
-        check(1 <= self.n_channels <= self.n_layer or self.kv != "whitematter",
+        check(1 <= self.n_channels <= self.n_layer or self.kv in (*NO_POOL, "nofeedback"),
               f"n_channels={self.n_channels}: 1 to n_layer={self.n_layer} are possible")
         check(self.n_channels == self.n_layer or self.kv != "nofeedback",
               f"n_channels={self.n_channels}: nofeedback needs n_layer={self.n_layer} of them")
@@ -83,9 +85,9 @@ class ModelConfig:
               f"lckv_w={self.lckv_w}: 0 to n_layer-2={self.n_layer - 2} are possible")
         check(self.n_layer > 1 or not self.kv.startswith("fusedkv"),
               f"n_layer={self.n_layer}: {self.kv} needs at least 2")
-        check(not self.top_output or self.kv == "whitematter",
+        check(not self.top_output or self.kv not in (*NO_POOL, "nofeedback"),
               f"top_output={self.top_output}: only whitematter has a choice")
-        check(self.dummy or self.kv in ("whitematter", "nofeedback"),
+        check(self.dummy or self.kv not in NO_POOL,
               f"dummy={self.dummy}: only whitematter and nofeedback have a choice")
         check(self.eos_id is None or 0 <= self.eos_id < self.vocab_size,
               f"eos_id={self.eos_id}: it must lie in 0..vocab_size-1={self.vocab_size - 1}")

@@ -54,9 +54,10 @@ class TrainConfig:
     dummy: bool = key(True, "false: a document's first token attends to nothing, not to a dummy")
     lckv_w: int = key(4, "w, layers of lckv with keys and values of their own")
     n_groups: int | None = key(None, "g, groups of the cyclic schedule, 1 is Jacobi; None: 8, or 1 "
-                               "for lckv", of="kv")
-    n_nograd: int | None = key(None, "passes without gradients; None: 1, or 7 for lckv", of="kv")
-    n_grad: int | None = key(None, "passes with gradients; None: 2", of="kv")
+                               "for lckv", of=("kv", "lckv"))
+    n_nograd: int | None = key(None, "passes without gradients; None: 1, or 7 for lckv",
+                               of=("kv", "lckv"))
+    n_grad: int | None = key(None, "passes with gradients; None: 2", of=("kv", "lckv"))
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
     dtype: str = key("auto", "auto (bfloat16 on cuda), float32 or bfloat16: autocast")
     compile: bool | None = key(None, "torch.compile and, on cuda, kernels and a CUDA "
@@ -99,6 +100,8 @@ def check(c: TrainConfig, rank: int = 0, world: int = 1):
         raise UserError(f"gradient_accumulation_steps={c.gradient_accumulation_steps} counts the "
                         f"micro-steps of all processes: no multiple of the {world} processes here")
     no_tilde(c)
+    if not c.out_dir:
+        raise UserError("out_dir= is empty: the name of a folder for this run is needed")
     if (Path(c.out_dir) / "meta.json").is_file():
         raise UserError(f"out_dir={c.out_dir}: a data set is there; a run needs another folder")
     starting_point(c)

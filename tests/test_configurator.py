@@ -1,12 +1,12 @@
 """Command lines: what is accepted, and how an end is told that the user can mend."""
 
+import dataclasses
 import errno
 import io
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +40,20 @@ def test_settings_override_in_both_orders_and_convert(tmp_path):
     path.write_text("from math import pi as _pi, sqrt\nfrom functools import lru_cache\n"
                     "@lru_cache\ndef f(): return 4\nbatch_size = f()\n")
     assert parse(TrainConfig(), [str(path)], "").batch_size == 4
+    (tmp_path / "seven.txt").write_text("7")
+    path.write_text("from __future__ import annotations\nimport os as _os\n"
+                    "batch_size = int(open(_os.path.dirname(__file__) + '/seven.txt').read())\n")
+    assert parse(TrainConfig(), [str(path)], "").batch_size == 7
     path.write_text("import json as wandb\nlearning_rate = lambda step: 1e-3\n")
     with pytest.raises(UserError, match="learning_rate = <function .*>: expected a number"):
         parse(TrainConfig(), [str(path)], "")
+
+
+def test_a_key_of_a_kind_that_no_command_line_can_write_is_named():
+    for kind in (tuple[int, ...], list[int], int | str, dict):
+        c = dataclasses.make_dataclass("Config", [("windows", kind, None)])()
+        with pytest.raises(UserError, match="windows=1,2: a key is of bool, int, float, str, or"):
+            parse(c, ["--windows=1,2"], "")
 
 
 def test_none_is_a_word_where_text_is_wanted():
@@ -167,7 +178,7 @@ def test_json_to_stdout_is_alone_there(monkeypatch):
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
 
-    @dataclass
+    @dataclasses.dataclass
     class Settings:
         json: str | None = None
         seed: int = 0
@@ -189,12 +200,13 @@ def test_json_to_stdout_is_alone_there(monkeypatch):
 
 
 def test_a_later_file_s_system_has_its_own_schedule(tmp_path):
-    """As one that the command line names has."""
+    """As one that the command line names has, where it has one: others keep the file's."""
     first, second, third = (str(tmp_path / f"{name}.py") for name in "abc")
     Path(first).write_text("kv = 'vanilla'\nn_groups = 4\nseed = 5\n")
     Path(second).write_text("kv = 'lckv'\n")
     Path(third).write_text("kv = 'lckv'\nn_groups = 3\n")
     for argv, n in (([first], 4), ([first, "--kv=lckv"], None), ([first, second], None),
+                    ([first, "--kv=feedback"], 4), ([third, "--kv=vanilla"], None),
                     ([first, third], 3), ([third, second], 3), ([first, second, first], 4)):
         c = parse(TrainConfig(), argv, "")
         assert (c.n_groups, c.seed) == (n, 1337 if first not in argv else 5)

@@ -9,7 +9,7 @@ from small import SMALL, random_tokens, small_model, with_documents
 
 from attention import Cache, attend
 from baselines import build
-from model import ModelConfig, rms_norm, rotary_tables, rotate
+from model import SYSTEMS, ModelConfig, rms_norm, rotary_tables, rotate
 from pool import initial_sources
 from solvers import cyclic, one_pass, solve
 
@@ -98,6 +98,14 @@ def test_impossible_sizes_are_refused_with_the_numbers(change, named):
     for part in named:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_system_of_ones_own_has_the_pools_settings(monkeypatch):
+    """Where it derives from WhiteMatter, whose checks hold for it, too."""
+    monkeypatch.setattr("model.SYSTEMS", (*SYSTEMS, "mine"))
+    assert ModelConfig(**SMALL | dict(kv="mine", top_output=True, dummy=False)).top_output
+    with pytest.raises(ValueError, match="n_channels=50: 1 to n_layer="):
+        ModelConfig(**SMALL | dict(kv="mine", n_channels=50))
 
 
 @pytest.mark.parametrize("change", [

@@ -18,6 +18,7 @@ from running.settings import SYSTEMS, TrainConfig, check, learning_rate
     (["--warmup_iters=2", "--lr_decay_iters=2"], ["warmup_iters=2", "lr_decay_iters=2"]),
     (["--out_dir=data/random/meta.json"], ["out_dir", "no folder"]),
     (["--init_from=reusme"], ["init_from=reusme", "scratch, resume, auto, or the path"]),
+    (["--out_dir="], ["out_dir= is empty"]),
     (["--init_from="], ["init_from=", "scratch, resume, auto, or the path"]),
     (["--init_from=auto:"], ["init_from=auto:", "scratch, resume, auto, or the path"]),
     (["--init_from=scratch:out"], ["init_from=scratch:out", "scratch, resume, auto, or the path"]),
