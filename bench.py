@@ -198,7 +198,7 @@ def train_command(c: TrainBenchConfig):
         r["mfu"] = flops and peak and flops * speed / peak
         update = r["optimizer"]["median_seconds"]
         r["optimizer_share"] = update / (update + seconds)
-        gib, loss_gib = (r[peak] and r[peak] / 2**30 for peak in ("peak_bytes", "loss_peak_bytes"))
+        gib, loss_gib = (r[name] and r[name] / 2**30 for name in ("peak_bytes", "loss_peak_bytes"))
         table.add(name, r["passes"], 1e3 * seconds, speed, r["ratio"], r["mfu"], gib, 1e3 * update,
                   r["optimizer_share"], 1e3 * r["loss"]["median_seconds"], loss_gib,
                   r["first_seconds"], remark=r["runs"])

@@ -175,7 +175,7 @@ def run_command(program: str, commands: dict, argv: list[str], usage: str):
     settings}, with the settings that the rest gives. Its docstring is its help. Raises UserError.
 
     With --json=- all that it prints goes to stderr, and stdout, as `session.answers`, is for the
-    JSON alone.
+    JSON alone. Where nobody reads stdout any more, a command ends, and writes no JSON either.
     """
     functions = {f.__name__.removesuffix("_command"): f for f in commands}
     if argv and argv[0] in ("-h", "--help"):

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import textwrap
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -210,9 +211,11 @@ def read_log(path: Path) -> tuple[dict[int, float], dict[int, float]]:
     """Training loss of each step and validation loss after so many steps, in order. Lines that are
     cut off, and losses of a run that diverged, are left out."""
     try:
-        steps, *losses = np.genfromtxt(
-            path, delimiter=",", names=True, usecols=("step", "loss", "val_loss"), unpack=True,
-            ndmin=1, invalid_raise=False, encoding="utf-8")
+        with warnings.catch_warnings():  # of a line that train.py is just writing
+            warnings.simplefilter("ignore")
+            steps, *losses = np.genfromtxt(
+                path, delimiter=",", names=True, usecols=("step", "loss", "val_loss"), unpack=True,
+                ndmin=1, invalid_raise=False, encoding="utf-8")
     except (OSError, ValueError, IndexError) as error:
         raise UserError(f"{path}: no log of train.py, with columns step, loss and val_loss "
                         f"({error})") from None

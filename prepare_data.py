@@ -67,7 +67,8 @@ class PrepareConfig:
     input: str = key("", "files, folders and globs, comma separated; empty: Python's own English")
     tokenizer: str = key("bytes", "bytes, gpt2, qwen3, another name of tiktoken's, or a path")
     out_dir: str = key("", "empty: data/NAME, after the input")
-    min_chars: int = key(0, "strip documents and drop those under so many characters; 0: neither")
+    min_chars: int = key(0, "strip documents, each of which then has to fit into memory, and drop "
+                             "those under so many characters; 0: neither")
     val_fraction: float = key(0.05, "of the documents, for val.bin")
     val_rows: int = key(0, f"instead, as many last rows of {ROW} tokens, before those of test.bin")
     test_rows: int = key(0, f"as many last rows of {ROW} tokens become test.bin; paper: 5000")
@@ -212,7 +213,8 @@ class Progress(AbstractContextManager):
 
 def prepare(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, out_dir: str,
             config: PrepareConfig) -> tuple[Counter, dict]:
-    """Write a data set into `out_dir`, all or nothing; counts of what came, and the meta data.
+    """Write a data set into `out_dir`, all or nothing (killed while files are moved there, none);
+    counts of what came, and the meta data.
 
     Raises UserError, also for a corpus without text or another preparation that is writing there;
     then nothing in `out_dir` has changed.
@@ -430,8 +432,7 @@ def report(out_dir: str, config: PrepareConfig, counts: Counter, meta: dict,
         if tokens:
             print(f"{split:5s} {tokens:13,} tokens in {out_dir}/{split}.bin")
     if config.val_fraction and not meta["tokens"]["val"]:
-        print("no val.bin: every document is a copy of another, or the only one that is not is "
-              "too short to be cut")
+        print("no val.bin: nothing that train would not have, too, is long enough for it")
     dataset = os.path.relpath(out_dir, "data")
     if dataset.startswith(os.pardir):
         dataset = os.path.abspath(out_dir)

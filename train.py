@@ -9,7 +9,7 @@ Train a model of any system: on one CPU, one GPU, or several with torchrun.
 
 A step reads the same tokens whatever the number of processes and accumulation steps. Each process
 clips its gradient before the all-reduce, as the paper does. `out_dir` holds ckpt.pt, all that a
-resumed run needs; best.pt, a copy of the one with the lowest validation loss (which becomes
+resumed run needs; best.pt, the same at the lowest validation loss (which becomes
 best-previous.pt when the validation rows change); and log.csv, a row per step. SIGTERM, SIGINT
 (Ctrl-C), SIGHUP, SIGUSR1 and SIGUSR2 finish the step, save, and exit with 128 + the signal's
 number.
@@ -262,7 +262,7 @@ class Trainer:
 
     def save(self, best: bool = False):
         """Write ckpt.pt, and before it best.pt if it is the best, after a last look that losses and
-        weights are finite. Whoever is killed in between has a best.pt that is better than said."""
+        weights are finite. Killed in between, a run has a better best.pt than ckpt.pt knows."""
         self.log.flush()
         if not torch.stack(torch._foreach_norm(list(self.model.parameters()))).isfinite().all():
             raise UserError(f"step {self.step}: the weights are not finite, so nothing was saved; "

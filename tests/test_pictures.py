@@ -67,7 +67,7 @@ def test_log_of_one_run(here):
         {0: 5.0, 1: 4.0, 2: 3.5}, {2: 4.1, 3: 3.6})
 
 
-@pytest.mark.filterwarnings("ignore:Some errors were detected")
+@pytest.mark.filterwarnings("error")
 def test_log_with_lines_that_are_cut_off(here):
     (here / "log.csv").write_text(
         HEAD + "0,5.0,,,,\n1,4.0\n2,,,\n,\n3,nonsense,,\n4,nan,,,,\n1,3.0,,,,\n5,,9,,\n1")

@@ -605,8 +605,8 @@ def test_the_best_checkpoint_is_kept(folder, monkeypatch):
 @pytest.mark.parametrize("written, when", [(0, 2), (1, 0)])
 def test_a_best_checkpoint_that_a_kill_has_cut_short_is_made_again(folder, monkeypatch, written,
                                                                    when):
-    """Or, where best.pt was written, is there whether or not the resumed run evaluates at that step
-    again."""
+    """And where best.pt was written, it is there whether or not the resumed run evaluates at that
+    step again."""
     trainer = make(folder, monkeypatch, eval_interval=2, max_iters=2)
     evaluate = trainer.evaluate
 

@@ -236,7 +236,8 @@ def fetch(url: str, path: Path, first: bytes, last: bytes, tries: int = 6,
             break
         except requests.RequestException as error:
             status = getattr(error.response, "status_code", 500)
-            if n == tries or status < 500 and status not in (408, 429):
+            wrong_url = isinstance(error, ValueError)  # which no further try mends
+            if wrong_url or n == tries or status < 500 and status not in (408, 429):
                 raise UserError(f"{url}: {error}; gave up") from None
         time.sleep(PAUSE * 2**n)
     data = part.read_bytes()

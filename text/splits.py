@@ -49,8 +49,8 @@ def take_rows(folder: Path, dtype: np.dtype, sizes: np.ndarray, split: str,
     start = count - rows * ROW
     left = sizes[sizes.cumsum() <= start]
     if not len(left):
-        raise UserError(f"--{split}_rows={rows} needs more than {rows * ROW} tokens, and a whole "
-                        f"document before them to train on, not {count}")
+        raise UserError(f"--{split}_rows={rows}: the last {rows * ROW} of {count} tokens leave no "
+                        "whole document to train on")
     move(folder, [(start, count)], split, dtype)
     os.truncate(folder / "train.bin", int(left.sum()) * dtype.itemsize)
     return left, start - int(left.sum())

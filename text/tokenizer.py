@@ -409,7 +409,8 @@ def from_gpt2(encoder: Path, bpe: Path, name: str) -> Tokenizer:
         if odd > control:
             raise ValueError(
                 f"{len(odd - control):,} tokens of its merges or of {encoder.name} are not in the "
-                f"other one, such as {min(odd - control)[:40]!r}: one is cut off, or of another")
+                f"other one, such as {min(odd - control)[:40]!r}: one file is cut off, or they are "
+                "of different tokenizers")
         ids = [vocab[token] for token in made]
         if ids != sorted(ids):  # tiktoken merges in that order
             raise ValueError("its merges are not in the order of their ids")
@@ -433,7 +434,8 @@ def from_encoding(name: str, encoding: tiktoken.Encoding, nfc: bool = False) -> 
     special = encoding._special_tokens  # private, but tiktoken's README shows both
     tokens = {i: token for token, i in encoding._mergeable_ranks.items()}
     tokens |= {i: token.encode() for token, i in special.items()}
+    added = QWEN_ADDED if nfc else ()  # cl100k_base has control tokens of such names
     encode = functools.partial(
-        encoding.encode_to_numpy, allowed_special=set(QWEN_ADDED), disallowed_special=())
-    control = {token: i for token, i in special.items() if token not in QWEN_ADDED}
+        encoding.encode_to_numpy, allowed_special=set(added), disallowed_special=())
+    control = {token: i for token, i in special.items() if token not in added}
     return Tokenizer(name, encode, tokens, control, nfc)

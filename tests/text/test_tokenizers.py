@@ -174,7 +174,7 @@ def test_a_tokenizer_json_of_another_kind_is_refused_with_the_reason(tmp_path, c
     ("vocab.bpe", lambda text: "".join(text.splitlines(True)[:100]),
      "51 tokens of its merges or of encoder.json are not in the other"),
     ("vocab.bpe", lambda text: "<!DOCTYPE html>\n<p>404 not found</p>",
-     "tokens .* are not in the other one, such as .*: one is cut off"),
+     "tokens .* are not in the other one, such as .*: one file is cut off"),
     ("encoder.json", lambda text: "<!DOCTYPE html>\n<p>404 not found</p>", "Expecting value"),
     ("encoder.json", lambda text: "[1]", "not an object"),
 ])
@@ -460,9 +460,10 @@ def test_another_tokenizer_of_the_same_size_is_refused_with_both_named(tmp_path)
 
 
 def test_more_control_tokens_make_no_other_tokenizer():
-    """A .tiktoken file has none, tiktoken's cl100k_base has five."""
+    """A .tiktoken file has none, tiktoken's cl100k_base has five, which text cannot spell."""
     ranks = {bytes([i]): i for i in range(256)}
     one, two, other = (
         tokenizers.build("x", ranks, GPT2_PATTERN, {"<|endoftext|>": end} | more, False)
-        for end, more in ((300, {}), (300, {"<|pad|>": 290, "<|end|>": 310}), (301, {})))
+        for end, more in ((300, {}), (300, {"<|pad|>": 290, "<|fim_prefix|>": 310}), (301, {})))
+    assert two.encode("<|fim_prefix|>") == list(b"<|fim_prefix|>")
     assert one.fingerprint() == two.fingerprint() != other.fingerprint()
