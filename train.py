@@ -269,8 +269,9 @@ class Trainer:
                             "lower learning_rate or raise warmup_iters")
         if self.processes.rank == 0:
             self.lock.keep()
+            state = self.state()
             for name in ("best.pt", "ckpt.pt") if best else ("ckpt.pt",):
-                save_checkpoint(self.path.with_name(name), self.state())
+                save_checkpoint(self.path.with_name(name), state)
             carry_on(self.tokenizer_files, self.path.parent)
         self.saved = self.step
         self.log.start_clock()

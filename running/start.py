@@ -121,12 +121,13 @@ def restore(trainer, state: dict):
     if t.val_rows is not None and t.best_id != t.val_id and t.best < math.inf:
         t.processes.print("note: the best loss so far was one of other validation rows; it "
                           "starts anew, and best.pt will be set aside (best-previous.pt)")
-    name = ["dataset"]
-    if other := differing(name * (not same) + ["seed", "block_size"], t.c, before):
+    of_rows = ["seed", "block_size"]
+    others = ["batch_size", "gradient_accumulation_steps", "weight_decay", "grad_clip", "momentum",
+              "beta1", "beta2", "dtype"]
+    (others if same else of_rows).insert(0, "dataset")
+    if other := differing(of_rows, t.c, before):
         t.processes.print(f"note: goes on with {other}, and so on other rows")
-    if other := differing(name * same + ["batch_size", "gradient_accumulation_steps",
-                                         "weight_decay", "grad_clip", "momentum", "beta1", "beta2",
-                                         "dtype"], t.c, before):
+    if other := differing(others, t.c, before):
         t.processes.print(f"note: goes on with {other}")
     for step in range(t.step, t.c.max_iters, max(1, (t.c.max_iters - t.step) // 10)):
         now, then = learning_rate(step, t.c), learning_rate(step, before)

@@ -86,8 +86,9 @@ def take_val(folder: Path, tokenizer: Tokenizer, sizes: np.ndarray, draws: np.nd
             return sizes - (end - 1 - start) * (np.arange(len(sizes)) == longest)
         else:
             chosen = np.arange(len(sizes)) == best
-    move(folder, zip((ends - sizes)[chosen].tolist(), ends[chosen].tolist()), "val",
-         tokenizer.dtype)
+    if chosen.any():  # else all of train.bin would be copied onto itself
+        move(folder, zip((ends - sizes)[chosen].tolist(), ends[chosen].tolist()), "val",
+             tokenizer.dtype)
     return sizes[~chosen]
 
 

@@ -406,11 +406,11 @@ def from_gpt2(encoder: Path, bpe: Path, name: str) -> Tokenizer:
         made = [line.replace(" ", "", 1) for line in lines if line and line[:8] != "#version"]
         odd = set(made) ^ {token for token in vocab if len(token) > 1}
         control = {token for token in odd if token[0] == "<" and token[-1] == ">"}
-        if odd > control:
+        if lost := odd - control:
             raise ValueError(
-                f"{len(odd - control):,} tokens of its merges or of {encoder.name} are not in the "
-                f"other one, such as {min(odd - control)[:40]!r}: one file is cut off, or they are "
-                "of different tokenizers")
+                f"{len(lost):,} tokens of its merges or of {encoder.name} are not in the other "
+                f"one, such as {min(lost)[:40]!r}: one file is cut off, or they are of different "
+                "tokenizers")
         ids = [vocab[token] for token in made]
         if ids != sorted(ids):  # tiktoken merges in that order
             raise ValueError("its merges are not in the order of their ids")
