@@ -9,7 +9,6 @@ All drawing, through matplotlib (an optional package): `python pictures.py PICTU
 Each writes one file, --output, whose ending (.png, .svg, .pdf) says in which format.
 """
 
-import io
 import json
 import math
 import os
@@ -28,12 +27,12 @@ import torch
 from torch import Tensor
 
 from baselines import Plan, plan
-from checkpoint import load_checkpoint, load_model
+from checkpoint import load_checkpoint, load_model, written_beside
 from decoding import TOLERANCE
 from evaluate import Windows
 from measure.schedules import Schedule
 from measure.systems import named_configs
-from measure.timing import Table, write_whole
+from measure.timing import Table
 from model import Decoder, ModelConfig, rms_norm
 from running.devices import pick_device
 from text.rows import data_of
@@ -48,8 +47,11 @@ FEEDBACK, FORWARD = (0.835, 0.369, 0.0), (0.0, 0.447, 0.698)  # two of them
 WIDTH = 40  # letters of a name on a line
 
 
-def plot():
-    """matplotlib.pyplot without a screen. Raises UserError where it is not installed."""
+def plot(output: str | None = None):
+    """matplotlib.pyplot without a screen, for a picture of that name. Raises UserError where it is
+    not installed, and for no name of a picture, which matplotlib would change."""
+    if output is not None and (not Path(output).suffix or Path(output).is_dir()):
+        raise UserError(f"output={output}: a file with an ending is needed, such as .png")
     package("matplotlib", "pictures need matplotlib: pip install matplotlib").use("Agg")
     import matplotlib.pyplot as plt
 
@@ -62,19 +64,13 @@ def plot():
     return plt
 
 
-def check_output(output: str):
-    """Raise UserError for no name of a picture; matplotlib would change it."""
-    if not Path(output).suffix or Path(output).is_dir():
-        raise UserError(f"output={output}: a file with an ending is needed, such as .png")
-
-
 def save(fig, output: str):
     """Write the picture and say where. Raises UserError if that is not possible."""
-    path, data = Path(output), io.BytesIO()
+    path = Path(output)
     try:
-        fig.savefig(data, dpi=130, format=path.suffix[1:])
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data.getvalue())
+        with written_beside(path) as temporary:
+            fig.savefig(temporary, dpi=130, format=path.suffix[1:])
     except (OSError, ValueError) as error:  # ValueError: no such format
         raise UserError(f"output={output}: cannot write it ({error})") from None
     finally:
@@ -120,6 +116,9 @@ def draw_connections(ax, title: str, note: str, p: Plan):
     """One system: the states of a past token, its cached channels, the layers that read them."""
     from matplotlib.patches import FancyBboxPatch
 
+    def arrow(start: tuple, end: tuple, color: str, **style):
+        ax.annotate("", end, start, arrowprops=dict(arrowstyle="->", color=color, **style))
+
     produce, consume = wires(p)
     L, n_channels = len(p.layers), len(p.channels)
     top = max(L - 1, *(s for s, _, _ in produce))  # L where the final output is a source
@@ -132,25 +131,23 @@ def draw_connections(ax, title: str, note: str, p: Plan):
                 boxstyle="round,pad=0.02,rounding_size=0.08"))
             write(x, layer, f"{layer}" if layer < L else "out", fontsize=7)
             if layer:
-                ax.annotate("", (x, layer - 0.24), (x, layer - 0.76),
-                            arrowprops={"arrowstyle": "->", "color": "#9a9a9a", "lw": 0.8})
+                arrow((x, layer - 0.76), (x, layer - 0.24), "#9a9a9a", lw=0.8)
         write(x, -0.45, name, va="top", fontsize=8)
     for j, y in enumerate(heights):
         ax.plot(1, y, "o", ms=11, mfc="#f3e6ea", mec=PINK, mew=1, zorder=3)
         write(1, y, f"{j}", fontsize=6.5, color=PINK, zorder=4)
     write(1, -0.45, "cache,\ndummy" if p.dummy else "cache", va="top", fontsize=8, color=PINK)
     for s, j, weight in produce:
-        ax.annotate("", (0.88, heights[j]), (0.28, s), arrowprops={
-            "arrowstyle": "->", "color": PINK, "lw": 0.5 + 1.3 * weight,
-            "alpha": 0.25 + 0.75 * weight})
+        arrow((0.28, s), (0.88, heights[j]), PINK, lw=0.5 + 1.3 * weight,
+              alpha=0.25 + 0.75 * weight)
     for j, layer, what in consume:
-        ax.annotate("", (1.72, layer), (1.12, heights[j]), arrowprops={
-            "arrowstyle": "->", "color": BLUE, "lw": 1.2, "ls": "--" if what == "v" else "-"})
+        arrow((1.12, heights[j]), (1.72, layer), BLUE, lw=1.2, ls="--" if what == "v" else "-")
     for n, layer in enumerate(p.layers):
         if layer.own is not None:
             ax.plot(2.36, n, "o", ms=4, color=BLUE)
     write(1, top + 1.2, title, va="baseline", fontsize=10, fontweight="bold")
-    write(1, top + 0.5, note, va="baseline", fontsize=7.5, style="italic", color="#555555")
+    write(1, top + 0.5, f"{note}\n{n_channels}/{L} of the cache", va="baseline", fontsize=7.5,
+          style="italic", color="#555555")
     ax.set(xlim=(-0.5, 2.5), ylim=(-1.1, top + 1.5))
 
 
@@ -161,23 +158,19 @@ def connections(c: ConnectionsConfig):
     Bold: the sources with weight at the start; thin: others, whose weights the router sets token
     by token, or training. A dot: the layer also reads its own token, which is not in the cache.
     """
-    check_output(c.output)
     at_least(1, c, "n_layer")
-    plt, sizes = plot(), ModelConfig(n_layer=c.n_layer, n_channels=c.n_layer)
-    panels = []
-    for name, config in named_configs(c.systems, sizes).items():
-        kind = name if name in SYSTEMS else name.rstrip("0123456789")
-        title, note = SYSTEMS.get(kind, (name, "a system of your own"))
-        part = f"\n{len(plan(config).channels)}/{c.n_layer} of the cache"
-        panels.append((title.format(name.removeprefix(kind)), note + part, plan(config)))
-    columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
+    plt, sizes = plot(c.output), ModelConfig(n_layer=c.n_layer, n_channels=c.n_layer)
+    configs = named_configs(c.systems, sizes)
+    columns = min(4, len(configs))
+    rows = -(-len(configs) // columns)
     height = 0.5 * max(c.n_layer + 2.6, 8.6)  # inches; names need room however few layers
     fig, axes = plt.subplots(rows, columns, figsize=(3.25 * columns, height * rows), squeeze=False)
     for ax in axes.flat:
         ax.axis("off")
-    for ax, panel in zip(axes.flat, panels):
-        draw_connections(ax, *panel)
+    for ax, (name, config) in zip(axes.flat, configs.items()):
+        kind = name if name in SYSTEMS else name.rstrip("0123456789")
+        title, note = SYSTEMS.get(kind, (name, "a system of your own"))
+        draw_connections(ax, title.format(name.removeprefix(kind)), note, plan(config))
     fig.tight_layout()
     save(fig, c.output)
 
@@ -240,7 +233,7 @@ def read_curve(where: str, c: CurvesConfig) -> Curve:
     path = path if path.suffix == ".csv" else path / "log.csv"
     if not path.is_file():
         raise UserError(f"{path}: no such log (python train.py writes one)")
-    loss, val = read_log(path)
+    logs = read_log(path)
     per_step, checkpoint = c.tokens_per_step, path.with_name("ckpt.pt")
     if per_step is None and checkpoint.is_file():
         state = load_checkpoint(checkpoint, "meta")
@@ -250,10 +243,9 @@ def read_curve(where: str, c: CurvesConfig) -> Curve:
             print(f"note: {path}: this run has changed its batch on the way; its tokens are "
                   f"counted by the last one, {per_step:,} a step")
     scale = per_step or 1
-    smooth = c.smooth or max(15, len(loss) // 50)
-    return Curve(path.parent.name or where, scale * (1.0 + np.array(list(loss))),
-                 running_mean(np.array(list(loss.values())), smooth),
-                 scale * np.array(list(val), float), np.array(list(val.values())),
+    (x, loss), (val_x, val_loss) = (np.reshape(list(log.items()), (-1, 2)).T for log in logs)
+    loss = running_mean(loss, c.smooth or max(15, len(loss) // 50))
+    return Curve(path.parent.name or where, scale * (x + 1), loss, scale * val_x, val_loss,
                  per_step is not None)
 
 
@@ -296,19 +288,18 @@ def draw_curve(ax, n: int, curve: Curve):
         ls="", marker="o", ms=5, mec="white", mew=0.8, zorder=3))
 
 
-def view(parts: list[np.ndarray]) -> tuple[float, float]:
-    """Limits of an axis that shows all of some values, with a margin."""
-    values = np.concatenate(parts)
-    low, high = values.min(), values.max()
-    margin = 0.06 * (high - low) or 0.1
-    return low - margin, high + margin
+def view(runs: list[Curve], share: float, *more: float) -> tuple[float, float]:
+    """Limits of an axis that shows, with a margin, some values and all losses of runs but those of
+    so large a share at the beginning."""
+    values = np.concatenate([more, *(y[x >= share * r.x[-1]] for r in runs
+                                     for x, y in ((r.x, r.loss), (r.val_x, r.val_loss)))])
+    margin = 0.06 * np.ptp(values) or 0.1
+    return values.min() - margin, values.max() + margin
 
 
 def curves(c: CurvesConfig):
     """Losses of runs, and beside them how they differ from the first (one run: how it ends)."""
-    check_output(c.output)
-    runs = read_curves(c)
-    plt = plot()
+    plt, runs = plot(c.output), read_curves(c)
     from matplotlib.ticker import EngFormatter
 
     names = [textwrap.fill(show(r.name), WIDTH) for r in runs]
@@ -320,20 +311,15 @@ def curves(c: CurvesConfig):
     for n, r in enumerate(runs):
         draw_curve(left, n, r)
     # the fall from ln(vocabulary) in the first twentieth would leave the rest flat
-    shown = [part for r in runs for part in (r.loss[r.x > 0.05 * r.x[-1]],
-                                             r.val_loss[r.val_x > 0.05 * r.x[-1]])]
-    left.set(ylabel="loss, nats per token", ylim=view(shown), xlim=(0, 1.02 * longest),
+    left.set(ylabel="loss, nats per token", ylim=view(runs, 0.05), xlim=(0, 1.02 * longest),
              title="line: training, averaged; dots: validation")
-    for text, shown, r in zip(left.legend(loc="upper right").get_texts(), names, runs):
+    for text, name, r in zip(left.legend(loc="upper right").get_texts(), names, runs):
         # not as a label, which would be left out for an underscore before it
-        text.set_text(shown + (f"  (validation {r.val_loss[-1]:.3f})" if len(r.val_loss) else ""))
+        text.set_text(name + (f"  (validation {r.val_loss[-1]:.3f})" if len(r.val_loss) else ""))
     if len(runs) == 1:
         draw_curve(right, 0, runs[0])
-        tail = 0.7 * longest
-        right.set(title="the end of the run", ylabel=left.get_ylabel(),
-                  xlim=(tail, 1.01 * longest),
-                  ylim=view([runs[0].loss[runs[0].x >= tail],
-                             runs[0].val_loss[runs[0].val_x >= tail]]))
+        right.set(title="the end of the run", ylabel=left.get_ylabel(), ylim=view(runs, 0.7),
+                  xlim=(0.7 * longest, 1.01 * longest))
     else:
         differences = [relative(r, runs[0]) for r in runs[1:]]
         for n, r in enumerate(differences, 1):
@@ -341,9 +327,7 @@ def curves(c: CurvesConfig):
         right.axhline(0, lw=1.3, color=COLOURS[0])
         shared = min(runs[0].x[-1], max(r.x[-1] for r in runs[1:]))
         right.set(title=f"perplexity against {names[0]}", ylabel="difference, %",
-                  xlim=(0, 1.02 * shared),
-                  ylim=view([np.zeros(1), *(y[len(y) // 10:] for r in differences
-                                            for y in (r.loss, r.val_loss))]))
+                  ylim=view(differences, 0.1, 0.0), xlim=(0, 1.02 * shared))
     fig.tight_layout()
     save(fig, c.output)
 
@@ -363,12 +347,8 @@ def read_schedules(path: str) -> dict:
         for s in results["schedules"]:
             s["g"] = s["g"] if "g" in s else s["n_groups"]
             s["ms"] = 1e3 * s["seconds_per_sequence"] if s["passes"] is not None else None
-            s["solver"], s["passes"] and int(s["passes"])
-            if len(s.get("perplexities", ())) > 1:
-                results["exact_perplexity"]
         results["schedules"].sort(key=lambda s: s["g"])
-        results["schedules"][0]
-        results["block_size"], results["batch_size"], results["device"], results["dtype"]
+        results["schedules"][0]["solver"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"json={path}: not what python bench.py prefill --json=FILE, without "
                         f"--systems=, writes ({type(error).__name__}: {error})") from None
@@ -377,9 +357,7 @@ def read_schedules(path: str) -> dict:
 
 def convergence(c: ConvergenceConfig):
     """Passes to within 1 % of the exact perplexity and time, against the number of groups."""
-    check_output(c.output)
-    results = read_schedules(c.json)
-    plt = plot()
+    plt, results = plot(c.output), read_schedules(c.json)
     schedules = results["schedules"]
     by_pass = [s for s in schedules if len(s.get("perplexities", ())) > 1]
     fig, axes = plt.subplots(1, 2 + bool(by_pass), figsize=(10.5 + 2.5 * bool(by_pass), 4))
@@ -387,13 +365,12 @@ def convergence(c: ConvergenceConfig):
     ticks = [names.get(s["solver"], f"{s['g']}") for s in schedules]
     if len(set(ticks)) < len(ticks):
         ticks = [f"{tick}:{s['passes']}" for tick, s in zip(ticks, schedules)]
-    reached = np.array([s["passes"] is not None for s in schedules])
-    for ax, values, colour in (
-            (axes[0], [s["passes"] for s in schedules], COLOURS[0]),
-            (axes[1], [s["ms"] for s in schedules], COLOURS[1])):
-        y = np.array([v for v in values if v is not None])
-        ax.plot(at[reached], y, "o-", color=colour, ms=6, mec="white", lw=1.3)
-        for i, v in zip(at[reached], y):
+    for ax, what, colour in zip(axes, ("passes", "ms"), COLOURS):
+        values = np.array([s[what] for s in schedules], float)  # NaN: not reached
+        reached = np.isfinite(values)
+        x, y = at[reached], values[reached]
+        ax.plot(x, y, "o-", color=colour, ms=6, mec="white", lw=1.3)
+        for i, v in zip(x, y):
             ax.annotate(f"{v:.3g}" if v < 100 else f"{v:,.0f}", (i, v), (0, 8), ha="center",
                         textcoords="offset points",
                         bbox=dict(boxstyle="square,pad=0.1", fc="white", ec="none", alpha=0.8))
@@ -488,11 +465,10 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
 
 def connectome(c: ConnectomeConfig):
     """What the routers have learnt: mean and spread of the mixing weights, and as fibres."""
-    check_output(c.output)
     at_least(1, c, "rows", "fibres")
     if c.split not in SPLITS:
         raise UserError(f"split={c.split}: choose one of {', '.join(SPLITS)}")
-    plt, device, schedule = plot(), pick_device(c.device), Schedule("training")
+    plt, device, schedule = plot(c.output), pick_device(c.device), Schedule("training")
     model, checkpoint = load_model(c.out_dir, device)
     if model.config.kv != "whitematter":
         raise UserError(f"{c.out_dir}: kv={model.config.kv}, but only whitematter's routers are "

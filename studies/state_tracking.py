@@ -39,7 +39,7 @@ from kernels import Fast, accelerate
 from measure.schedules import Schedule
 from measure.timing import check, environment, write_json
 from model import SCHEDULES, Decoder, ModelConfig
-from pictures import COLOURS, check_output, mixing_weights, plot, save
+from pictures import COLOURS, mixing_weights, plot, save
 from running.devices import pick_device, pick_dtype
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Processes
@@ -333,12 +333,11 @@ class PlotConfig:
 
 def plot_command(c: PlotConfig):
     """Accuracy by position, and how far states travel."""
-    check_output(c.output)
+    plt = plot(c.output)
     records = read_records(c.json, "system", "schedule", "exact", "as_trained", "group", "start",
                            "then", "seed", "learning_rate", "block_size")
     if not records:
         raise UserError(f"json={c.json}: no results there")
-    plt = plot()
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     same = dict(group="s5", start="own", then=None).items()
     seeds = [r for r in records if all(r[k] == v for k, v in same)]
