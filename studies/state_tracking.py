@@ -43,14 +43,13 @@ from pictures import COLOURS, mixing_weights, plot, save
 from running.devices import pick_device, pick_dtype
 from running.optimizers import clip_and_reduce, flat_gradient, make_optimizers, set_rate
 from running.processes import Processes
-from running.settings import TrainConfig, learning_rate
+from running.settings import SCHEDULE, TrainConfig, learning_rate
 from running.settings import check as check_settings
 from solvers import autoregressive, cyclic, solve
 from studies.jobs import Job, StudyConfig, read_records, study
 from train import make_micro_step, make_optimizer_step
 
 GROUPS = ("s5", "z60")
-CHUNK = 4_096_000  # tokens of rows that are made at a time
 
 
 # ---- the task
@@ -78,12 +77,12 @@ class Rows:
     """Random rows and their targets, the same for a seed on every machine."""
 
     def __init__(self, group: str, T: int, seed: int, device: str):
-        self.table, self.T, self.device = multiplication_table(group).to(device), T, device
+        self.table, self.T, self.device = multiplication_table(group), T, device
         self.random = torch.Generator().manual_seed(seed)
 
     def __call__(self, n: int) -> tuple[Tensor, Tensor]:
-        x = torch.randint(len(self.table), (n, self.T), generator=self.random).to(self.device)
-        return x, products(self.table, x)
+        x = torch.randint(len(self.table), (n, self.T), generator=self.random)
+        return x.to(self.device), products(self.table, x).to(self.device)
 
 
 # ---- a run
@@ -128,7 +127,6 @@ class TrackingConfig:
             raise UserError(f"start={self.start}: choose own or last")
         if self.start == "last" and self.kv != "whitematter":
             raise UserError(f"start=last: kv={self.kv} has no channels with a choice")
-        names = ("kv", "lckv_w", "n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "n_hidden")
         one_pass = self.kv in ("vanilla", "nofeedback", "fusedkv", "fusedkv_lite")
         if self.schedule is None:
             own = "{}x{}+{}".format(*SCHEDULES.get(self.kv, (8, 1, 2)))
@@ -136,20 +134,21 @@ class TrackingConfig:
         if one_pass and (self.then or self.schedule != ONE_PASS):
             raise UserError(f"schedule={self.schedule}, then={self.then}: kv={self.kv} has one "
                             f"pass, {ONE_PASS}")
-        g, n_nograd, n_grad = passes(self)
-        channels = self.n_channels if self.kv == "whitematter" else self.n_layer
+        settings = {k: v for k, v in vars(self).items() if hasattr(ModelConfig, k)}
+        settings |= zip(SCHEDULE, passes(self.schedule))
+        if self.kv != "whitematter":
+            settings["n_channels"] = self.n_layer
         try:
-            return ModelConfig(vocab_size=128, n_channels=channels, n_groups=g, n_nograd=n_nograd,
-                               n_grad=n_grad, **{name: getattr(self, name) for name in names})
+            return ModelConfig(vocab_size=128, **settings)
         except ValueError as error:
             raise UserError(str(error)) from None
 
 
-def passes(c: TrackingConfig, name: str = "schedule") -> tuple[int, int, int]:
+def passes(schedule: str, name: str = "schedule") -> tuple[int, int, int]:
     """Of "8x1+2": groups, passes without and with gradients. Raises UserError."""
-    found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", getattr(c, name))
+    found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", schedule)
     if not found or not int(found[1]) or not int(found[3]):
-        raise UserError(f"{name}={getattr(c, name)}: groups x passes without + with gradients are "
+        raise UserError(f"{name}={schedule}: groups x passes without + with gradients are "
                         "needed, such as 8x1+2")
     return int(found[1]), int(found[2]), int(found[3])
 
@@ -172,22 +171,19 @@ def train(c: TrackingConfig, device: str, dtype: torch.dtype) -> tuple[Decoder, 
     and the number and loss of the last step before each line."""
     settings = TrainConfig(learning_rate=c.learning_rate, max_iters=c.max_iters, out_dir=".")
     check_settings(settings)
-    model, B = make_model(c, device), c.batch_size
+    model = make_model(c, device)
     rows, flat = Rows(c.group, c.block_size, c.seed, device), flat_gradient(model)
     optimizers = make_optimizers(model, settings)
     fast = accelerate(model, dtype, c.compile, training=True)
     micro_step, optimizer_step = make_micro_step(fast, 1.0), make_optimizer_step(fast, optimizers)
     print(f"{c.kv}, {model.n_params():,} parameters, {c.schedule}, {fast}")
-    chunk, losses = max(1, CHUNK // (B * c.block_size)), []
+    losses = []
     for step in range(c.max_iters):
         if c.then and step == c.max_iters - c.then_steps:
-            model.config.n_groups, model.config.n_nograd, model.config.n_grad = passes(c, "then")
+            vars(model.config).update(zip(SCHEDULE, passes(c.then, "then")))
             micro_step = make_micro_step(fast, 1.0)  # a graph is of the schedule before
-        n = step % chunk
-        if n == 0:
-            x, y = rows(min(chunk, c.max_iters - step) * B)
         flat.zero_()
-        loss = micro_step(x[n * B:(n + 1) * B], y[n * B:(n + 1) * B])
+        loss = micro_step(*rows(c.batch_size))
         norm = clip_and_reduce(flat, settings.grad_clip, Processes())
         set_rate(optimizers, learning_rate(step, settings))
         optimizer_step(norm)
@@ -228,9 +224,9 @@ def train_command(c: TrackingConfig):
     check(c, "block_size", "batch_size", "max_iters", "score_length", "score_rows", "log_interval")
     c.model()
     for name in ("schedule", "then"):
-        if getattr(c, name) is not None and passes(c, name)[0] > c.block_size:
-            raise UserError(f"{name}={getattr(c, name)}: more groups than block_size="
-                            f"{c.block_size}")
+        schedule = getattr(c, name)
+        if schedule is not None and passes(schedule, name)[0] > c.block_size:
+            raise UserError(f"{name}={schedule}: more groups than block_size={c.block_size}")
     if c.then and not 0 < c.then_steps < c.max_iters:
         raise UserError(f"then_steps={c.then_steps}: 1 to max_iters-1={c.max_iters - 1}")
     device, T, began = pick_device(c.device), c.block_size, time.perf_counter()
@@ -275,16 +271,17 @@ SYSTEMS = {"vanilla": dict(kv="vanilla"), "nofeedback": dict(kv="nofeedback"),
            "lckv2": dict(kv="lckv"), "k1": dict(n_channels=1), "k4": dict(n_channels=4),
            "recurrent": dict(kv="recurrent"), "feedback": dict(kv="feedback")}
 EXACT, PAPER, LCKV, ONE_PASS = "32x0+1", "8x1+2", "1x7+2", "1x0+1"
+TRAINED_BY = dict.fromkeys(SYSTEMS, [EXACT, PAPER]) | {
+    "vanilla": [ONE_PASS], "nofeedback": [ONE_PASS], "lckv2": [LCKV]}
 RATES, RATE = (4e-4, 1e-3, 2.5e-3), 1e-3
 SEEDS = 1337, 1338, 1339
 
 
 def plans() -> Iterator[dict]:
     """The settings of every run, the most telling first; some come twice."""
-    own = {"vanilla": [ONE_PASS], "nofeedback": [ONE_PASS], "lckv2": [LCKV]}
     for system in SYSTEMS:  # every system with the best of its rates
         for rate in RATES:
-            for schedule in own.get(system, [EXACT, PAPER]):
+            for schedule in TRAINED_BY[system]:
                 yield dict(system=system, schedule=schedule, learning_rate=rate)
     for system in ("k1", "feedback"):  # how far does a state travel?
         for g in (4, 8, 16, 2):
@@ -294,10 +291,10 @@ def plans() -> Iterator[dict]:
     for rate in RATES:  # what does the start do?
         yield dict(system="k4", schedule=EXACT, learning_rate=rate, start="last")
     for system in ("vanilla", "nofeedback", "k1", "feedback"):  # the control
-        yield dict(group="z60", system=system, schedule=own.get(system, [EXACT])[0])
+        yield dict(group="z60", system=system, schedule=TRAINED_BY[system][0])
     for seed in SEEDS[1:]:
         for system in ("vanilla", "k1", "feedback"):
-            for schedule in own.get(system, [EXACT, PAPER]):
+            for schedule in TRAINED_BY[system]:
                 yield dict(system=system, schedule=schedule, seed=seed)
 
 
@@ -339,13 +336,12 @@ def plot_command(c: PlotConfig):
     if not records:
         raise UserError(f"json={c.json}: no results there")
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    same = dict(group="s5", start="own", then=None).items()
-    seeds = [r for r in records if all(r[k] == v for k, v in same)]
+    seeds = [r for r in records if (r["group"], r["start"], r["then"]) == ("s5", "own", None)]
     records = [r for r in seeds if r["seed"] == SEEDS[0]]
-    shown = [("vanilla", ONE_PASS), ("nofeedback", ONE_PASS), ("lckv2", LCKV), ("k4", EXACT),
-             ("k1", EXACT), ("recurrent", EXACT), ("feedback", EXACT)]
-    for (system, schedule), colour in zip(shown, COLOURS):
-        rates = [r for r in records if (r["system"], r["schedule"]) == (system, schedule)]
+    shown = ("vanilla", "nofeedback", "lckv2", "k4", "k1", "recurrent", "feedback")
+    for system, colour in zip(shown, COLOURS):
+        exactly = system, TRAINED_BY[system][0]
+        rates = [r for r in records if (r["system"], r["schedule"]) == exactly]
         if r := max(rates, key=lambda r: sum(r["exact"]), default=None):
             left.plot(range(1, 1 + len(r["exact"])), r["exact"], color=colour,
                       label=f"{system}, {r['learning_rate']:g}")
@@ -386,7 +382,7 @@ def plot_command(c: PlotConfig):
 
 def distance(r: dict) -> int:
     """The tokens that a state can pass in training: g x passes."""
-    g, n_nograd, n_grad = passes(TrackingConfig(schedule=r["schedule"]))
+    g, n_nograd, n_grad = passes(r["schedule"])
     return g * (n_nograd + n_grad)
 
 
