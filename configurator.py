@@ -140,10 +140,9 @@ def less_memory(c) -> str:
         advice.append(f"--batch_size={batch // p}{more} takes less for the same result")
     elif T and T > 1:
         advice.append(f"--block_size={T // 2} takes less")
-    if (getattr(c, "num_samples", None) or 1) > 1:
-        advice.append(f"--num_samples={c.num_samples // 2} takes less")
-    if (getattr(c, "max_new_tokens", None) or 1) > 1:  # there is room for all from the start
-        advice.append(f"--max_new_tokens={c.max_new_tokens // 2} takes less")
+    for name in ("num_samples", "max_new_tokens"):  # there is room for all tokens from the start
+        if (n := getattr(c, name, None) or 1) > 1:
+            advice.append(f"--{name}={n // 2} takes less")
     return "; otherwise ".join(advice + ["a smaller model, shorter texts, or another device"])
 
 
@@ -321,20 +320,15 @@ def convert(value, kind, where: str):
                         "text, to be split where it is used")
     if none and (value in (None, "None") or value == "none" and kind is not str):
         return None
-    if kind is bool:
-        text = str(value).lower()
-        if isinstance(value, (bool, int, str)) and text in BOOLEANS:
-            return BOOLEANS[text]
-    elif kind is str:
-        if isinstance(value, str):
-            return value
-    elif isinstance(value, (kind, str, int)) and not isinstance(value, bool):
-        try:
+    if kind is bool and str(value).lower() in BOOLEANS:
+        return BOOLEANS[str(value).lower()]
+    if kind is str and isinstance(value, str):
+        return value
+    if kind in (int, float) and not isinstance(value, bool) and isinstance(value, (kind, str, int)):
+        with contextlib.suppress(ValueError, OverflowError):
             number = kind(value)
             if kind is float or abs(number) < 2**63:  # more do not fit where they go, such as seeds
                 return number
-        except (ValueError, OverflowError):
-            pass
     raise UserError(f"{where}: expected {KINDS[kind]}{' or None' if none else ''}")
 
 
@@ -345,8 +339,6 @@ def show(value) -> str:
 
 def describe(defaults) -> str:
     """Every key with its default and, where the field has it, its meaning."""
-    lines = []
-    for f in dataclasses.fields(defaults):
-        setting = f"--{f.name}={show(getattr(defaults, f.name))}"
-        lines.append(f"  {setting:40s} {f.metadata.get('help', '')}".rstrip())
-    return "\n".join(lines)
+    settings = {f"--{f.name}={show(getattr(defaults, f.name))}": f.metadata.get("help", "")
+                for f in dataclasses.fields(defaults)}
+    return "\n".join(f"  {setting:40s} {help}".rstrip() for setting, help in settings.items())
