@@ -382,8 +382,8 @@ def convergence(c: ConvergenceConfig):
         for i in at[~reached]:
             ax.annotate("not\nreached", (i, 0.97), xycoords=("data", "axes fraction"), ha="center",
                         va="top", color="#777777", fontsize=8)
-        ax.set(xlabel="g, groups of the cyclic schedule", xlim=(-0.8, len(at) - 0.5))
-        ax.set_xticks(at, ticks)
+        ax.set(xlabel="g, groups of the cyclic schedule", xticks=at, xticklabels=ticks,
+               xlim=(-0.8, len(at) - 0.5))
         ax.grid(axis="x", visible=False)
     close = "to within 1 % of the exact perplexity" if "exact_perplexity" in results else "as given"
     axes[0].set(ylabel="passes", title=f"passes, {close}")
@@ -508,9 +508,7 @@ def draw_connectome(plt, alpha: Tensor, n_layer: int, c: ConnectomeConfig):
                               origin="lower")
             out = f" ({n_layer}: final output)" if n_layer < L else ""
             ax.set(title=f"{name}: {title}", xlabel=f"source: state that enters layer{out}",
-                   ylabel="channel")
-            ax.set_xticks(every(L))
-            ax.set_yticks(every(k))
+                   ylabel="channel", xticks=every(L), yticks=every(k))
             ax.grid(visible=False)
             fig.colorbar(image, ax=ax, pad=0.12 if ax is axes[b, 1] else 0.03, fraction=0.06)
         for j, share in enumerate(dependence(alpha)[b].tolist()):
