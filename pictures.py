@@ -69,7 +69,7 @@ def save(fig, output: str):
     path = Path(output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_beside(path) as temporary:
+        with written_beside(path.resolve()) as temporary:  # a link stays a link
             fig.savefig(temporary, dpi=130, format=path.suffix[1:])
     except (OSError, ValueError) as error:  # ValueError: no such format
         raise UserError(f"output={output}: cannot write it ({error})") from None
