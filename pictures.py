@@ -32,12 +32,12 @@ from decoding import TOLERANCE
 from evaluate import Windows
 from measure.schedules import Schedule
 from measure.systems import named_configs
-from measure.timing import Table
+from measure.timing import Table, check, write_results
 from model import Decoder, ModelConfig, rms_norm
 from running.devices import pick_device
 from text.rows import data_of
 from text.splits import SPLITS
-from text.tokenizer import Tokenizer, tokenizer_of
+from text.tokenizer import tokenizer_of
 
 PINK, BLUE, GREY, INK = "#b36680", "#4d78a8", "#d9d9d9", "#222222"
 # Okabe and Ito's colours, which all can tell apart; then the same with another dash
@@ -347,8 +347,12 @@ def read_schedules(path: str) -> dict:
         for s in results["schedules"]:
             s["g"] = s["g"] if "g" in s else s["n_groups"]
             s["ms"] = 1e3 * s["seconds_per_sequence"] if s["passes"] is not None else None
+            s["solver"], s["passes"] and int(s["passes"])
+            if len(s.get("perplexities", ())) > 1:
+                results["exact_perplexity"]
         results["schedules"].sort(key=lambda s: s["g"])
-        results["schedules"][0]["solver"]
+        results["schedules"][0]
+        results["block_size"], results["batch_size"], results["device"], results["dtype"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"json={path}: not what python bench.py prefill --json=FILE, without "
                         f"--systems=, writes ({type(error).__name__}: {error})") from None
@@ -427,6 +431,7 @@ class ConnectomeConfig:
     exact: bool = key(False, "states iterated until converged, not as in training")
     fibres: int = key(24, "tokens that are drawn, each as one fibre for each connection")
     output: str = key("out/connectome.png", "the file to write")
+    json: str | None = key(None, "write the weights to this file, too (-: to stdout)")
     device: str = key("auto", "auto (cuda, else mps, else cpu), or a torch device")
 
 
@@ -448,7 +453,7 @@ def dependence(alpha: Tensor) -> Tensor:
     return spread / mean.clamp(min=1e-12)
 
 
-def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer) -> list[list[int]]:
+def connectome_rows(c: ConnectomeConfig, checkpoint: dict) -> list[list[int]]:
     """Rows of at most block_size ids: of the file `text`, or of the data set."""
     T = checkpoint["config"]["block_size"]
     if c.text is None:
@@ -456,6 +461,7 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
         windows = Windows(folder / f"{c.split}.bin", meta, T, c.rows)
         ids = windows.tokens[:-1].tolist()
     else:
+        tokenizer = tokenizer_of(checkpoint["meta"], c.out_dir, c.tokenizer)
         ids = tokenizer.encode(read_text(c.text, f"text={c.text}"))[:c.rows * T]
     if len(ids) < 2:
         raise UserError(f"{len(ids)} tokens (text={c.text}): at least 2 are needed to see how they "
@@ -465,7 +471,7 @@ def connectome_rows(c: ConnectomeConfig, checkpoint: dict, tokenizer: Tokenizer)
 
 def connectome(c: ConnectomeConfig):
     """What the routers have learnt: mean and spread of the mixing weights, and as fibres."""
-    at_least(1, c, "rows", "fibres")
+    check(c, "rows", "fibres")
     if c.split not in SPLITS:
         raise UserError(f"split={c.split}: choose one of {', '.join(SPLITS)}")
     plt, device, schedule = plot(c.output), pick_device(c.device), Schedule("training")
@@ -473,10 +479,9 @@ def connectome(c: ConnectomeConfig):
     if model.config.kv != "whitematter":
         raise UserError(f"{c.out_dir}: kv={model.config.kv}, but only whitematter's routers are "
                         "drawn")
-    tokenizer = tokenizer_of(checkpoint["meta"], c.out_dir, c.tokenizer)
     if c.exact:
         schedule = Schedule("cyclic", 1, model.config.n_groups, TOLERANCE[torch.float32])
-    rows = connectome_rows(c, checkpoint, tokenizer)
+    rows = connectome_rows(c, checkpoint)
     alpha = [mixing_weights(model, torch.tensor([row], device=device), schedule)[:, 0].cpu()
              for row in rows]
     alpha = torch.cat(alpha, 1).float()
@@ -488,6 +493,10 @@ def connectome(c: ConnectomeConfig):
     table = Table({"channel": "8s"} | {f"{j}": "5.0%" for j in range(alpha.size(2))})
     for name, row in zip(("keys", "values"), dependence(alpha).tolist()):
         table.add(name, *row)
+    # of keys and values, each channel and source
+    mean, spread = alpha.mean(1).tolist(), alpha.std(1, correction=0).tolist()
+    write_results(c, "connectome", device, torch.float32, step=checkpoint.get("step"),
+                  tokens=alpha.size(1), mean=mean, spread=spread)
     draw_connectome(plt, alpha, model.config.n_layer, c)
 
 
