@@ -17,6 +17,7 @@ Dimensions: B rows, T tokens, L layers, D width, d head size, k channels, g grou
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -37,16 +38,7 @@ from kernels import Fast, accelerate
 from measure.convergence import PrefillConfig, prefill_command, random_model
 from measure.flops import MODES, count_flops, flops_if_known, flops_per_token, peak_flops
 from measure.systems import named, named_configs
-from measure.timing import (
-    Table,
-    check,
-    empty,
-    machine,
-    measure,
-    synchronise,
-    write_json,
-    write_results,
-)
+from measure.timing import Table, check, empty, machine, measure, timed, write_json, write_results
 from model import Decoder, ModelConfig
 from running.devices import pick_device, pick_dtype
 from running.settings import check as check_settings
@@ -229,17 +221,13 @@ def time_training(config: ModelConfig, c: TrainBenchConfig, device: str,
 
     x, y = random_rows(c, device)
     micro_step = partial(train.make_micro_step(fast, 1.0), x, y)
-    began = time.perf_counter()
-    for _ in range(3 if fast.graph else 1):  # which compile and capture
-        micro_step()
-    synchronise(device)
     r = {"runs": str(fast), "passes": passes_of(model),
-         "first_seconds": time.perf_counter() - began,
+         # of the calls that compile and capture
+         "first_seconds": timed(micro_step, device, 3 if fast.graph else 1),
          "micro_step": measure(micro_step, device, c.warmups, c.trials, x.numel()),
          "kernels": kernel_times(micro_step, device) if c.profile else None}
     del micro_step  # and with it the memory of its graph
-    for _ in range(3 if fast.graph else 0):
-        step()
+    timed(step, device, 3 if fast.graph else 0)
     r["optimizer"] = measure(step, device, c.warmups, c.trials, x.numel())
     r["peak_bytes"] = torch.cuda.max_memory_allocated() - before \
         if device.startswith("cuda") else None
@@ -300,18 +288,17 @@ def kernel_times(function: Callable, device: str) -> dict[str, tuple[float, int]
     on_cuda = device.startswith("cuda")
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
     with profile(activities=activities) as profiler:
-        function()
-        synchronise(device)
-    table = {kind: (0.0, 0) for kind, _ in KINDS}
+        timed(function, device)
+    ms, number = Counter(), Counter()
     for event in profiler.key_averages():
         if (event.device_type == DeviceType.CPU) == on_cuda:
             continue
         us = event.self_device_time_total if on_cuda else event.self_cpu_time_total
         kind = kind_of(event.key)
-        table[kind] = table[kind][0] + us / 1e3, table[kind][1] + event.count
-    total = [sum(column) for column in zip(*table.values())]
-    rows = sorted(table.items(), key=lambda row: -row[1][0])
-    return {kind: row for kind, row in rows if row[1]} | {"sum": tuple(total)}
+        ms[kind] += us / 1e3
+        number[kind] += event.count
+    table = {kind: (total, number[kind]) for kind, total in ms.most_common()}
+    return table | {"sum": (ms.total(), number.total())}
 
 
 # ---- decode: a token
@@ -372,10 +359,7 @@ def time_decoding(config: ModelConfig, c: DecodeConfig, B: int, device: str,
         for x in (*cache.k, *cache.v):
             x.normal_()
         decoding = fast.decoding(model, h, cache, token + c.context, token, choice, c.context)
-        began = time.perf_counter()
-        decoding.prepare(c.steps + 1)
-    synchronise(device)
-    first_seconds = time.perf_counter() - began
+        first_seconds = timed(partial(decoding.prepare, c.steps + 1), device)
 
     def run_once():
         decoding.index.fill_(c.context)

@@ -28,20 +28,20 @@ def synchronise(device: str):
         getattr(torch, kind).synchronize()
 
 
+def timed(function: Callable, device: str, times: int = 1) -> float:
+    """Seconds that so many calls take, until the device has done what they ask for."""
+    synchronise(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        function()
+    synchronise(device)
+    return time.perf_counter() - began
+
+
 def measure(run_once: Callable, device: str, warmups: int, trials: int, n_tokens: int) -> dict:
     """Seconds of warm-up and of each trial, their median, and n_tokens over it."""
-    began = time.perf_counter()
-    for _ in range(warmups):
-        run_once()
-    synchronise(device)
-    warmup_seconds = time.perf_counter() - began
-    seconds = []
-    for _ in range(trials):
-        synchronise(device)
-        began = time.perf_counter()
-        run_once()
-        synchronise(device)
-        seconds.append(time.perf_counter() - began)
+    warmup_seconds = timed(run_once, device, warmups)
+    seconds = [timed(run_once, device) for _ in range(trials)]
     median = statistics.median(seconds)
     return {"warmups": warmups, "warmup_seconds": warmup_seconds, "trials": trials,
             "trial_seconds": seconds, "median_seconds": median,
