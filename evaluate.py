@@ -16,7 +16,6 @@ Downstream tasks are in measure/downstream.py.
 Dimensions: B rows, T tokens, g groups.
 """
 
-import copy
 import math
 import time
 from collections.abc import Iterator
@@ -34,15 +33,7 @@ from torch import Tensor
 from checkpoint import load_model
 from kernels import Fast, accelerate
 from measure.downstream import DownstreamConfig, downstream_command
-from measure.schedules import (
-    CLOSE,
-    Losses,
-    Schedule,
-    ScoreConfig,
-    first_within,
-    schedule_of,
-    until,
-)
+from measure.schedules import CLOSE, Losses, Schedule, ScoreConfig, first_within, schedule_of, until
 from measure.timing import check, machine, write_results
 from running.devices import pick_device, pick_dtype
 from text.rows import data_of, note_if_longer, open_tokens, to_device
@@ -75,13 +66,6 @@ class Windows:
 
     def __len__(self) -> int:
         return -(-self.n_targets // self.block_size)
-
-    def first(self, rows: int) -> "Windows":
-        """Only so many windows, if there are more."""
-        part = copy.copy(self)
-        part.tokens = self.tokens[:rows * self.block_size + 1]
-        part.n_targets = len(part.tokens) - 1
-        return part
 
     def batches(self, batch_size: int, device: str, full: bool = False
                 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -207,40 +191,25 @@ def paper_study(c: PerplexityConfig, fast: Fast, windows: Windows) -> dict:
     decoding = perplexities(c, fast, windows, Schedule("cyclic", passes, g), every_pass=False)[-1]
     print(f"(2) {passes} passes of g={g}, in place of decoding: {decoding:.4f} "
           f"({decoding / best - 1:+.2%})", flush=True)
-    tp = jacobi_passes(c, fast, windows, best, decoding)
-    needed = {"best": first_within(tp, best),
-              "decoding": first_within(tp, decoding, lower_too=False)}
-    shown = {name: n or f"more than {len(tp)}" for name, n in needed.items()}
-    print(f"(3) Jacobi passes to within {CLOSE:.0%} of (1): {shown['best']}; of (2): "
-          f"{shown['decoding']}")
+    tp = until(
+        lambda n: perplexities(c, fast, windows, Schedule("jacobi", n)),
+        16, min(c.max_passes, windows.block_size),
+        lambda tp: first_within(tp, best) and first_within(tp, decoding, lower_too=False))
+    to_best, to_decoding = first_within(tp, best), first_within(tp, decoding, lower_too=False)
+    more = f"more than {len(tp)}"
+    print(f"(3) Jacobi passes to within {CLOSE:.0%} of (1): {to_best or more}; of (2): "
+          f"{to_decoding or more}")
     return {"training_schedule": {"n_groups": own, "perplexities": by_pass,
                                   "best": best, "best_passes": n_best},
             "decoding": {"n_groups": g, "passes": passes, "perplexity": decoding},
-            "jacobi": {"perplexities": tp, "passes_to_best": needed["best"],
-                       "passes_to_decoding": needed["decoding"]}}
+            "jacobi": {"perplexities": tp, "passes_to_best": to_best,
+                       "passes_to_decoding": to_decoding}}
 
 
 def perplexities(c: PerplexityConfig, fast: Fast, windows: Windows, schedule: Schedule,
                  every_pass: bool = True) -> list[float]:
     losses = Losses(fast.model, schedule, every_pass)
     return [perplexity_of(x) for x in mean_losses(losses, windows, c.batch_size, fast)]
-
-
-def jacobi_passes(c: PerplexityConfig, fast: Fast, windows: Windows, best: float,
-                  decoding: float) -> list[float]:
-    """Perplexity after each Jacobi pass, until it has been within 1 % of both figures (of `best`:
-    or below), or max_passes.
-
-    A few windows, iterated until they have converged, tell how many passes the whole file needs.
-    """
-    limit = min(c.max_passes, windows.block_size)
-    few = perplexities(c, fast, windows.first(4 * c.batch_size), Schedule("jacobi", limit))
-    hardest = min(best, decoding)
-    n = first_within([p * decoding / few[-1] for p in few], hardest) or limit
-    return until(
-        lambda passes: perplexities(c, fast, windows, Schedule("jacobi", passes)),
-        min(n + 2, limit), limit,
-        lambda tp: first_within(tp, best) and first_within(tp, decoding, lower_too=False))
 
 
 # ---- the command line

@@ -184,8 +184,7 @@ def study(c: PrefillConfig, model: Decoder, x: Tensor, y: Tensor, fast: Fast,
     """Passes, perplexities, times and residuals of groups from 1 to T."""
     T = x.size(1)
     exact = perplexities(model, x, y, c.batch_size, T, 1)[0]
-    schedules, limit = [], min(c.max_passes, T)
-    guess = min(16, limit)
+    schedules, limit, guess = [], min(c.max_passes, T), 16
     table = Table({"g": "6d", "passes": ">7s", "perplexity": "11.3f", "off by": "+7.2%",
                    "s/sequence": "11.5f", "tokens/s": "12,.0f"})
     names = {"jacobi": "Jacobi", "autoregressive": "token by token"}

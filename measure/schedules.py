@@ -161,7 +161,7 @@ def until(after: Callable[[int], list[float]], n: int, limit: int,
     """Perplexity after each pass, after(n), for so many that it is enough, or for `limit`; n is a
     guess, which is doubled."""
     while True:
-        found = after(n)
+        found = after(min(n, limit))
         if n >= limit or enough(found):
             return found
-        n = min(2 * n, limit)
+        n *= 2

@@ -217,24 +217,25 @@ def test_first_within_one_per_cent():
     assert first_within([30.0, 19.7, 19.8, 20.0], 20.0, lower_too=False) == 3
 
 
-def test_jacobi_passes_go_on_until_they_suffice(monkeypatch, tmp_path):
-    """The pilot on a few rows says 3 passes, the whole file needs 9: they are doubled."""
-    write_tokens(tmp_path / "test.bin", 900)
-    windows = Windows(tmp_path / "test.bin", META, 32)
-    asked = []
+TRAINED = SimpleNamespace(model=SimpleNamespace(
+    config=SimpleNamespace(n_nograd=1, n_grad=2, n_groups=4)))
 
-    def perplexities(c, model, part, schedule):
-        needs = 3 if len(part) < len(windows) else 9
-        asked.append((len(part), schedule.passes))
+
+def test_jacobi_passes_go_on_until_they_suffice(monkeypatch, tmp_path):
+    write_tokens(tmp_path / "test.bin", 900)
+    windows, asked = Windows(tmp_path / "test.bin", META, 64), []
+
+    def perplexities(c, fast, part, schedule, **_):
+        asked.append((schedule.solver, schedule.passes))
+        needs = 1 if schedule.solver == "cyclic" else 25
         return [20.0 if n >= needs else 40.0 for n in range(1, schedule.passes + 1)]
 
     monkeypatch.setattr(evaluate, "perplexities", perplexities)
-    c = SimpleNamespace(max_passes=30, batch_size=2)
-    by_pass = evaluate.jacobi_passes(c, None, windows, best=20.1, decoding=20.0)
-    assert first_within(by_pass, 20.0) == 9
-    assert asked == [(8, 30), (29, 5), (29, 10)]
-    evaluate.jacobi_passes(c, None, windows, best=10.0, decoding=20.0)  # never reached
-    assert asked[3:] == [(8, 30), (29, 30)]
+    for most, passes, needed in ((128, [16, 32], 25), (20, [16, 20], None), (9, [9], None)):
+        c, asked[:] = SimpleNamespace(max_passes=most, passes=None, n_groups=None), []
+        found = evaluate.paper_study(c, TRAINED, windows)["jacobi"]
+        assert [n for solver, n in asked if solver == "jacobi"] == passes
+        assert found["passes_to_best"] == found["passes_to_decoding"] == needed
 
 
 def test_the_best_is_looked_for_as_long_as_passes_gain(monkeypatch, tmp_path):
@@ -242,11 +243,9 @@ def test_the_best_is_looked_for_as_long_as_passes_gain(monkeypatch, tmp_path):
     monkeypatch.setattr(evaluate, "perplexities", lambda c, fast, part, schedule, **_: [
         60.0 + 40.0 / n**2 for n in range(1, schedule.passes + 1)])
     c = SimpleNamespace(passes=None, n_groups=None, max_passes=30, batch_size=2)
-    config = SimpleNamespace(n_nograd=1, n_grad=2, n_groups=4)
-    fast = SimpleNamespace(model=SimpleNamespace(config=config))
     for passes, looked, at in ((None, 12, 12), (4, 4, 4)):
         c.passes = passes
-        r = evaluate.paper_study(c, fast, Windows(tmp_path / "test.bin", META, 32))
+        r = evaluate.paper_study(c, TRAINED, Windows(tmp_path / "test.bin", META, 32))
         found = r["training_schedule"]
         assert len(found["perplexities"]) == looked and found["best_passes"] == at
 
