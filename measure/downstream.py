@@ -13,6 +13,7 @@ from pathlib import Path
 from traceback import walk_tb
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint import load_model
@@ -81,38 +82,38 @@ class Scorer:
     @torch.no_grad()
     def score(self, requests: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """Log-probability of ids[first:] given ids[:first], and whether each is the likeliest."""
-        work = [(i, *piece) for i, (ids, first) in enumerate(requests)
-                for piece in pieces(len(ids), first, self.max_length)]
-        work.sort(key=lambda w: w[1] - w[3])  # rows of like length together, the longest first
+        work = [(i, ids[start:stop], at - start) for i, (ids, first) in enumerate(requests)
+                for start, at, stop in pieces(len(ids), first, self.max_length)]
+        work.sort(key=lambda w: -len(w[1]))  # rows of like length together, the longest first
         totals, greedy = [0.0] * len(requests), [True] * len(requests)
         shown = time.perf_counter()
         for n in range(0, len(work), self.batch_size):
-            batch = work[n:n + self.batch_size]
-            rows = [(requests[i][0][start:stop], first - start) for i, start, first, stop in batch]
-            for (i, *_), nats, likeliest in zip(batch, *self.score_rows(rows)):
+            of, *rows = zip(*work[n:n + self.batch_size])
+            for i, nats, likeliest in zip(of, *self.score_rows(*rows)):
                 totals[i] += nats
                 greedy[i] &= likeliest
             if time.perf_counter() - shown > 30:
-                print(f"{n + len(batch):,} of {len(work):,} rows", file=sys.stderr, flush=True)
+                print(f"{n + len(of):,} of {len(work):,} rows", file=sys.stderr, flush=True)
                 shown = time.perf_counter()
         return list(zip(totals, greedy))
 
-    def score_rows(self, rows: list[tuple[list[int], int]]) -> tuple[list[float], list[bool]]:
-        """The same for a batch, one row each."""
-        x = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in rows], batch_first=True)
-        targets = pad_sequence([torch.tensor([-1] * (first - 1) + ids[first:])
-                                for ids, first in rows], batch_first=True, padding_value=-1)
-        device, scored = self.model.embed.weight.device, targets >= 0  # (B, T)
-        h = self.schedule(self.model, x.to(device)).final[scored.to(device)]  # (targets, D)
-        nats = torch.zeros(len(rows), dtype=torch.float64)
-        missed = torch.zeros_like(nats)
-        for part, of, y in zip(h.split(CHUNK), scored.nonzero()[:, 0].split(CHUNK),
-                               targets[scored].split(CHUNK)):
-            logp = upcast(self.model.logits(part)).log_softmax(-1)
-            hit = logp.gather(1, y.to(device)[:, None])[:, 0].cpu()
-            nats.index_add_(0, of, hit.double())
-            missed.index_add_(0, of, (logp.argmax(-1).cpu() != y).double())
-        return nats.tolist(), (missed == 0).tolist()
+    def score_rows(self, rows: list[list[int]], firsts: list[int]) -> tuple[list, list]:
+        """The same of a batch of rows of ids: all log-probabilities, and all that are likeliest."""
+        x = pad_sequence([torch.tensor(ids[:-1]) for ids in rows], batch_first=True)
+        targets = [torch.tensor([-1] * (first - 1) + ids[first:])
+                   for ids, first in zip(rows, firsts)]
+        targets = pad_sequence(targets, batch_first=True, padding_value=-1)
+        x, targets = (t.to(self.model.embed.weight.device) for t in (x, targets))
+        scored = targets >= 0  # (B, T)
+        h, y = self.schedule(self.model, x).final[scored], targets[scored]  # (targets, D)
+        nats, right = [], []
+        for part, wanted in zip(h.split(CHUNK), y.split(CHUNK)):
+            logits = upcast(self.model.logits(part))
+            nats.append(-F.cross_entropy(logits, wanted, reduction="none").cpu().double())
+            right.append((logits.argmax(-1) == wanted).cpu())
+        sizes = scored.sum(1).tolist()
+        return ([one.sum().item() for one in torch.cat(nats).split(sizes)],
+                [bool(one.all()) for one in torch.cat(right).split(sizes)])
 
     def generate_until(self, context: str, until: list[str], max_new_tokens: int = 256,
                        temperature: float = 0.0) -> str:
@@ -175,10 +176,6 @@ def harness_model(scorer: Scorer):
     class Model(import_harness().api.model.LM):
         """Answers the harness's three kinds of request, in their order."""
 
-        def __init__(self, scorer: Scorer):
-            super().__init__()
-            self.scorer = scorer
-
         def loglikelihood(self, requests) -> list[tuple[float, bool]]:
             return self.scorer.loglikelihood([r.args for r in requests])
 
@@ -189,7 +186,9 @@ def harness_model(scorer: Scorer):
             return [self.scorer.generate_until(context, *generation(settings))
                     for context, settings in (r.args for r in requests)]
 
-    return Model(scorer)
+    model = Model()
+    model.scorer = scorer
+    return model
 
 
 def generation(settings: dict) -> tuple[list[str], int, float]:
