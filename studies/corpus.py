@@ -177,7 +177,7 @@ def schedules_command(c: CorpusConfig):
 
 # points from a mark to its name, and the name's side that is there, where it would else meet others
 NAME_PLACES = {"static16": (6, -2, "left"), "wm16_k4": (-6, -10, "right"),
-               "wm16_k8": (-6, 4, "right"), "wm16_k12": (0, -24, "center"),
+               "wm16_k8": (-6, 4, "right"), "wm16_k12": (4, -11, "left"),
                "fusedkv16": (-6, 12, "right"), "lckv16_w4": (-6, -10, "right"),
                "vanilla24": (-6, 4, "right"), "nofeedback16": (-6, 4, "right")}
 
