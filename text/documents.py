@@ -111,6 +111,9 @@ class Documents:
         if name.endswith(".gz"):
             file = gzip.open(file)
         kind = name.removesuffix(".gz").rpartition(".")[2]
+        with unpacking(path):
+            if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise UserError(f"{path} is UTF-16 or UTF-32, not UTF-8")
         if kind == "txt":
             yield self.read_text(file, path)
         else:
@@ -128,8 +131,6 @@ class Documents:
         """A text file in pieces, its line ends untouched."""
         line = 1
         with unpacking(path):
-            if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                raise UserError(f"{path} is UTF-16, not UTF-8")
             chunks = iter(lambda: file.read(CHUNK), b"")
             for text in codecs.iterdecode(chunks, "utf-8-sig", "surrogateescape"):
                 bad = no_text(text)

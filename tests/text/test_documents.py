@@ -165,9 +165,10 @@ def test_what_is_no_text_is_replaced_counted_and_named_in_every_format(tmp_path,
     prepare_data.main([f"--input={tmp_path}", f"--out_dir={tmp_path / 'out'}"])
     said = capsys.readouterr().out
     assert "3 documents, 1 empty" in said and "note: 4 characters were no text" in said
-    (tmp_path / "c.txt").write_text("twice as many bytes", encoding="utf-16")
-    with pytest.raises(UserError, match="c.txt is UTF-16, not UTF-8"):
-        texts_of(tmp_path / "c.txt")
+    for name, encoding in (("c.txt", "utf-16"), ("c.jsonl", "utf-16"), ("d.txt", "utf-32")):
+        (tmp_path / name).write_text('{"text": "twice as many bytes"}', encoding=encoding)
+        with pytest.raises(UserError, match=f"{name} is UTF-16 or UTF-32, not UTF-8"):
+            texts_of(tmp_path / name)
 
 
 def test_a_zero_is_no_text(tmp_path):
