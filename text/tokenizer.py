@@ -367,12 +367,14 @@ def blaming(path: Path):
 
 def table_in(folder: Path) -> Path:
     """The file in a folder that describes its tokenizer."""
-    for name in ("tokenizer.json", *(first for first, _ in PAIRS)):
+    names = "tokenizer.json", *(first for first, _ in PAIRS)
+    for name in names:
         if (folder / name).is_file():
             return folder / name
     tables = list(folder.glob("*.tiktoken"))
     if len(tables) != 1:
-        raise ValueError(f"the folder holds {len(tables)} .tiktoken tables and no .json")
+        raise ValueError(f"the folder holds {len(tables)} .tiktoken tables and none of "
+                         + ", ".join(names))
     return tables[0]
 
 

@@ -210,7 +210,8 @@ def test_a_path_without_a_tokenizer_is_named(tmp_path):
     for name in (tmp_path / "x.tiktoken", tmp_path / "nowhere"):
         with pytest.raises(UserError, match=f"{name}: no such file"):
             get_tokenizer(str(name))
-    with pytest.raises(UserError, match="0 .tiktoken tables"):
+    (tmp_path / "mine.json").write_text("{}")  # by none of the names that a folder has
+    with pytest.raises(UserError, match="0 .tiktoken tables and none of tokenizer.json, encoder"):
         get_tokenizer(str(tmp_path))
 
 
