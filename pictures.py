@@ -291,7 +291,7 @@ def draw_curve(ax, n: int, curve: Curve):
 def view(runs: list[Curve], share: float, *more: float) -> tuple[float, float]:
     """Limits of an axis that shows, with a margin, some values and all losses of runs but those of
     so large a share at the beginning."""
-    values = np.concatenate([more, *(y[x >= share * r.x[-1]] for r in runs
+    values = np.concatenate([more, *(y[x >= share * r.x.max(initial=0)] for r in runs
                                      for x, y in ((r.x, r.loss), (r.val_x, r.val_loss)))])
     margin = 0.06 * np.ptp(values) or 0.1
     return values.min() - margin, values.max() + margin

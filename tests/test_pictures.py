@@ -174,6 +174,17 @@ def test_curves_of_one_run_show_its_end(here, figures):
     assert right.get_ylim()[0] < 3.1 and 4.0 <= right.get_ylim()[1] < 4.2
 
 
+def test_a_run_that_ends_before_the_first_begins_differs_nowhere(here, figures):
+    write_log(here / "long", [6.0, 5.0], [(0, 7.0), (2, 4.0)],
+              checkpoint=SIZES | {"batch_size": 99})
+    write_log(here / "trial", [6.0, 5.5], [(0, 8.0), (2, 5.4)], checkpoint=SIZES)
+    write_log(here / "blind", [6.0, 5.5], checkpoint=SIZES)
+    pictures.main(["curves", "--logs=long,trial,blind"])
+    line, dots, *_ = figures[0].axes[1].get_lines()
+    assert len(line.get_xdata()) == 0 and dots.get_ydata() == pytest.approx([100 * math.expm1(1)])
+    assert figures[0].axes[1].get_ylim()[1] > 100 * math.expm1(1)
+
+
 def test_files_are_written(here, capsys):
     pytest.importorskip("matplotlib")
     write_log(here / "a", [5.0, 4.0, 3.0])
