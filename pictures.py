@@ -9,6 +9,7 @@ All drawing, through matplotlib (an optional package): `python pictures.py PICTU
 Each writes one file, --output, whose ending (.png, .svg, .pdf) says in which format.
 """
 
+import io
 import json
 import math
 import os
@@ -27,12 +28,12 @@ import torch
 from torch import Tensor
 
 from baselines import Plan, plan
-from checkpoint import load_checkpoint, load_model, written_beside
+from checkpoint import load_checkpoint, load_model
 from decoding import TOLERANCE
 from evaluate import Windows
 from measure.schedules import Schedule
 from measure.systems import named_configs
-from measure.timing import Table, check, write_results
+from measure.timing import Table, check, write_results, write_whole
 from model import Decoder, ModelConfig, rms_norm
 from running.devices import pick_device
 from text.rows import data_of
@@ -66,11 +67,11 @@ def plot(output: str | None = None):
 
 def save(fig, output: str):
     """Write the picture and say where. Raises UserError if that is not possible."""
-    path = Path(output)
+    path, data = Path(output), io.BytesIO()
     try:
+        fig.savefig(data, dpi=130, format=path.suffix[1:])
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_beside(path.resolve()) as temporary:  # a link stays a link
-            fig.savefig(temporary, dpi=130, format=path.suffix[1:])
+        write_whole(path, data.getvalue())
     except (OSError, ValueError) as error:  # ValueError: no such format
         raise UserError(f"output={output}: cannot write it ({error})") from None
     finally:

@@ -192,9 +192,24 @@ def test_files_are_written(here, capsys):
         pictures.main(["curves", "--logs=a", f"--output={output}"])
         assert (here / output).read_bytes().startswith(begins)
     assert capsys.readouterr().out == "p.png\nnew/p.svg\n"
-    for output in ("p.nonsense", "p.png/q.png"):
+    for output in ("other/p.nonsense", "p.png/q.png"):
         with pytest.raises(UserError, match=f"output={output}: cannot write it"):
             pictures.main(["curves", "--logs=a", f"--output={output}"])
+    assert not (here / "other").exists()
+
+
+def test_a_link_and_a_pipe_stay_what_they_are(here, capsys):
+    pytest.importorskip("matplotlib")
+    os.mkfifo(here / "pipe")
+    for name, target in (("p.png", "real.png"), ("q.png", "pipe")):
+        (here / name).symlink_to(target)
+    reading = os.open(here / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    for output in ("p.png", "q.png"):
+        pictures.main(["connections", "--systems=k1", "--n_layer=1", f"--output={output}"])
+        assert (here / output).is_symlink()
+    data = os.read(reading, 2**20)
+    os.close(reading)
+    assert (here / "pipe").is_fifo() and data == (here / "real.png").read_bytes()
 
 
 # ---- connections
