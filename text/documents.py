@@ -172,7 +172,7 @@ class Documents:
                 for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                     text = (data or b"").decode("utf-8", "surrogateescape")
                     yield [self.clean(text, f"{path}, row {next(number)}")]
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, EOFError, zlib.error) as error:
             raise UserError(f"{path} is no parquet file or damaged: {error}") from None
 
 

@@ -199,8 +199,12 @@ def test_parquet_of_another_kind_is_named(tmp_path):
     with pytest.raises(UserError, match='b.parquet: wanted one .* strings, not .*text: int64'):
         texts_of(tmp_path / "b.parquet")
     (tmp_path / "c.parquet").write_bytes(b"PAR1 no more PAR1")
-    with pytest.raises(UserError, match="c.parquet is no parquet file or damaged"):
-        texts_of(tmp_path / "c.parquet")
+    packed = gzip.compress((tmp_path / "b.parquet").read_bytes())
+    (tmp_path / "d.parquet.gz").write_bytes(packed[:-20])
+    (tmp_path / "e.parquet.gz").write_bytes(packed[:40] + b"\xff" * 40 + packed[80:])
+    for name in ("c.parquet", "d.parquet.gz", "e.parquet.gz"):
+        with pytest.raises(UserError, match=f"{name} is .*damaged"):
+            texts_of(tmp_path / name)
 
 
 # --- the network
