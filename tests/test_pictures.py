@@ -37,10 +37,10 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that a command would save, to be looked at."""
-    pytest.importorskip("matplotlib")
-    kept = []
+    plt, kept = pytest.importorskip("matplotlib.pyplot"), []
     monkeypatch.setattr(pictures, "save", lambda fig, output: kept.append(fig))
-    return kept
+    yield kept
+    plt.close("all")
 
 
 def write_log(folder, losses, val=(), first=0, checkpoint=None, **state):
