@@ -127,7 +127,7 @@ def test_a_bad_line_inside_gzip_has_its_number(tmp_path):
 
 
 def test_parquet_without_pyarrow_is_one_clear_message(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").touch()
     with pytest.raises(UserError, match="parquet files need pyarrow: pip install pyarrow"):
         find_files(str(tmp_path))
