@@ -191,12 +191,13 @@ def paper_study(c: PerplexityConfig, fast: Fast, windows: Windows) -> dict:
     decoding = perplexities(c, fast, windows, Schedule("cyclic", passes, g), every_pass=False)[-1]
     print(f"(2) {passes} passes of g={g}, in place of decoding: {decoding:.4f} "
           f"({decoding / best - 1:+.2%})", flush=True)
-    tp = until(
-        lambda n: perplexities(c, fast, windows, Schedule("jacobi", n)),
-        16, min(c.max_passes, windows.block_size),
-        lambda tp: first_within(tp, best) and first_within(tp, decoding, lower_too=False))
-    to_best, to_decoding = first_within(tp, best), first_within(tp, decoding, lower_too=False)
-    more = f"more than {len(tp)}"
+
+    def needed(tp: list[float]) -> tuple[int | None, int | None]:
+        return first_within(tp, best), first_within(tp, decoding, lower_too=False)
+
+    tp = until(lambda n: perplexities(c, fast, windows, Schedule("jacobi", n)), 16,
+               min(c.max_passes, windows.block_size), lambda tp: all(needed(tp)))
+    (to_best, to_decoding), more = needed(tp), f"more than {len(tp)}"
     print(f"(3) Jacobi passes to within {CLOSE:.0%} of (1): {to_best or more}; of (2): "
           f"{to_decoding or more}")
     return {"training_schedule": {"n_groups": own, "perplexities": by_pass,

@@ -114,10 +114,10 @@ class Documents:
         with unpacking(path):
             if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 raise UserError(f"{path} is UTF-16 or UTF-32, not UTF-8")
-        if kind == "txt":
-            yield self.read_text(file, path)
-        else:
-            yield from (self.read_parquet if kind == "parquet" else self.read_jsonl)(file, path)
+            if kind == "txt":
+                yield self.read_text(file, path)
+            else:
+                yield from (self.read_parquet if kind == "parquet" else self.read_jsonl)(file, path)
 
     def clean(self, text: str, where: str) -> str:
         """A string in which what is no text has become U+FFFD."""
@@ -130,7 +130,7 @@ class Documents:
     def read_text(self, file, path: Path) -> Iterator[str]:
         """A text file in pieces, its line ends untouched."""
         line = 1
-        with unpacking(path):
+        with unpacking(path):  # its pieces are read by whoever it is given to
             chunks = iter(lambda: file.read(CHUNK), b"")
             for text in codecs.iterdecode(chunks, "utf-8-sig", "surrogateescape"):
                 bad = no_text(text)
@@ -140,21 +140,20 @@ class Documents:
 
     def read_jsonl(self, file, path: Path) -> Iterator[list[str]]:
         """The "text" of each line; a line without one stops the run with file and line number."""
-        with unpacking(path):
-            for number, line in enumerate(file, 1):  # as bytes: only \n ends a line
-                if not line.strip():
-                    continue
-                line = line.decode("utf-8", "surrogateescape")  # noqa: PLW2901
-                where = f"{path}, line {number}"
-                try:
-                    text = json.loads(line.removeprefix("\ufeff"))["text"]
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"{where}: not JSON: {error}") from None
-                except (KeyError, TypeError, IndexError):
-                    text = 0
-                if not isinstance(text, str | None):
-                    raise UserError(f'{where}: wanted an object with a string "text"')
-                yield [self.clean(text or "", where)]
+        for number, line in enumerate(file, 1):  # as bytes: only \n ends a line
+            if not line.strip():
+                continue
+            line = line.decode("utf-8", "surrogateescape")  # noqa: PLW2901
+            where = f"{path}, line {number}"
+            try:
+                text = json.loads(line.removeprefix("\ufeff"))["text"]
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where}: not JSON: {error}") from None
+            except (KeyError, TypeError, IndexError):
+                text = 0
+            if not isinstance(text, str | None):
+                raise UserError(f'{where}: wanted an object with a string "text"')
+            yield [self.clean(text or "", where)]
 
     def read_parquet(self, file, path: Path) -> Iterator[list[str]]:
         """The column "text" of a parquet file, row by row."""
@@ -172,7 +171,7 @@ class Documents:
                 for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                     text = (data or b"").decode("utf-8", "surrogateescape")
                     yield [self.clean(text, f"{path}, row {next(number)}")]
-        except (pyarrow.ArrowException, OSError, EOFError, zlib.error) as error:
+        except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{path} is no parquet file or damaged: {error}") from None
 
 
