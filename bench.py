@@ -106,7 +106,7 @@ FOOTNOTE = """
 Parameters are without the embedding. Attention counts the keys that a token can see.
 WhiteMatter's last block, which no channel is made of, runs in the last pass only, the paper's in
 all. In prefill, 3 passes that leave a cache take 4 evaluations of the pool (of H(0), and of each
-pass), the paper's figures equal 5; in training 4 6/8 forward, the paper's 6. LCKV's prefill is
+pass), the paper's figures equal 5; in training 3 7/8 forward, the paper's 6. LCKV's prefill is
 0.2 % below the paper's, by what three more projections of keys and values cost; the paper does not
 say for what. Feedback and Recurrent are trained here by WhiteMatter's schedule, 1 + 2 passes of 8
 groups. FusedKV's mixing of keys and values is element by element, which does not count."""

@@ -8,7 +8,7 @@ that need no iteration, whichever is called; `solve` picks by the model's config
 layers depend on what they produce (LCKV), those below and above them run once, on whole rows; and
 a block whose output feeds no channel (WhiteMatter's last) runs in the last pass only.
 
-In `cyclic`, for each phase, passes without gradients and then passes with them:
+In `cyclic`:
 
     P = Pool(H)                            # refill
     for each pass, for each group q:
@@ -16,8 +16,8 @@ In `cyclic`, for each phase, passes without gradients and then passes with them:
         P[q] = Pool(H[q])                  # store; the groups after q read it
 
 Truncated backpropagation: only the last `n_grad` passes carry gradients. They start from states
-that are constants (with `n_nograd = 0`: from the embeddings, which are not), and project the
-whole pool again, so that the pool's parameters get gradients there too.
+that are constants (with `n_nograd = 0`: from the embeddings, which are not), and the pool of these
+carries gradients, so that its parameters get some there too: the pass before records its stores.
 """
 
 from dataclasses import dataclass, field
@@ -53,8 +53,8 @@ class Report:
 
     @property
     def converged(self) -> bool | None:
-        """Whether the last residual is within `tol`; None without a tolerance."""
-        return None if self.tol is None else self.residual <= self.tol
+        """Whether the last residual is within `tol`; None without a tolerance, or a pass."""
+        return None if self.tol is None or not self.passes else self.residual <= self.tol
 
 
 @dataclass
@@ -100,13 +100,11 @@ def difference(new: list[States], old: list[States], sources: slice) -> float:
     return (change / sum(a.double().square().sum() for a, _ in pairs)).sqrt().item()
 
 
-def phases(n_nograd: int, n_grad: int) -> list[tuple[bool, int, bool]]:
-    """(records gradients, passes, is the last phase); one phase where nothing is recorded."""
+def recorded(n_nograd: int, n_grad: int) -> list[bool]:
+    """Whether each pass records gradients; none does where autograd is off."""
     if n_nograd < 0 or n_grad < 0 or n_nograd + n_grad < 1:
         raise ValueError(f"n_nograd={n_nograd}, n_grad={n_grad}: at least one pass is needed")
-    if not torch.is_grad_enabled():
-        return [(False, n_nograd + n_grad, True)]
-    return [phase for phase in ((False, n_nograd, n_grad == 0), (True, n_grad, True)) if phase[1]]
+    return [torch.is_grad_enabled() and t >= n_nograd for t in range(n_nograd + n_grad)]
 
 
 def jacobi(model: Decoder, idx: Tensor, n_nograd: int = 1, n_grad: int = 2,
@@ -145,29 +143,31 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
     below = model.states(x, rows, whole, 0, first) if partial else [x]
     xs = [below[-1][:, at].contiguous() for at in columns]  # (B, T/g, D) each
     parts = [[x] * (end - first + 1) for x in xs]  # H(0): the embedding as every state
-    report = Report(tol=tol)
-    for records, n_passes, last_phase in phases(n_nograd, n_grad):
-        with torch.set_grad_enabled(records):
-            if records and report.passes:
-                parts = [[x.detach() for x in h] for h in parts]  # here gradients end
-            # P = Pool(H), in a new cache: in this phase with gradients, if it records any
-            cache = whole.fork() if whole is not None else model.new_cache(*idx.shape, like=x)
-            for q, group in enumerate(groups):
-                model.refill(parts[q], group, cache)
-            for t in range(n_passes):
-                # where nobody compares, the old states may go
-                old = list(parts) if measure or tol is not None else parts
-                # the whole stack in the last pass, which with a tolerance may be any
-                whole_stack = last_phase and (t + 1 == n_passes or tol is not None)
-                top = end if whole_stack else end - model.n_top
+    report, plan = Report(tol=tol), recorded(n_nograd, n_grad)
+    with torch.set_grad_enabled(plan[-1]):
+        cache = whole.fork() if whole is not None else model.new_cache(*idx.shape, like=x)
+    filled = None  # does P record gradients? None: it is not there yet
+    for t, records in enumerate(plan):
+        if report.converged and not records:
+            continue
+        if filled != records:  # at the start, and where a tolerance has left out passes
+            with torch.set_grad_enabled(records):
                 for q, group in enumerate(groups):
-                    parts[q] = model.states(xs[q], group, cache, first, top)
-                    # the last group of a phase is read by nobody but the caller
-                    if t + 1 < n_passes or q + 1 < len(groups) or (last_phase and keep_cache):
-                        model.store(parts[q], group, cache)
-                report.add(parts, old, model.sources, measure)
-                if not records and report.converged:
-                    break
+                    model.refill(parts[q], group, cache)
+        last = t + 1 == len(plan)
+        filled = records if last else plan[t + 1]  # as the next pass, which starts from it, needs
+        fill = model.store if filled == records else model.refill  # lckv's store does nothing
+        old = list(parts) if measure or tol is not None else parts  # unless compared, they may go
+        top = end if last or tol is not None else end - model.n_top  # with `tol`, any may be last
+        for q, group in enumerate(groups):
+            with torch.set_grad_enabled(records):
+                entering = xs[q] if records else xs[q].detach()  # here gradients end
+                parts[q] = model.states(entering, group, cache, first, top)
+            # the last group of all is read by nobody but the caller
+            if not last or q + 1 < len(groups) or keep_cache:
+                with torch.set_grad_enabled(filled):
+                    fill(parts[q], group, cache)
+        report.add(parts, old, model.sources, measure)
     if partial:
         h = [interleave(list(states), columns) for states in zip(*parts)]
         above = model.states(h[-1], rows, whole, end)  # in place: `cache`, a fork, has it, too

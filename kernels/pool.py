@@ -7,7 +7,7 @@ The pool's mixing (section 3.1, steps 1 and 2) in few passes over memory, with g
     c_bj = m_j / rms(m_j)                         which writes the channels, ready to be projected
 
 `Folded` multiplies the pre-mix gain into the router's weight and the post-mix gain into the
-projection, once for all evaluations of a phase, whose gradients it adds up in float32 before
+projection, once for all evaluations of a cache, whose gradients it adds up in float32 before
 autograd takes them back through the fold. Only in the mix, where it depends on (l, d), does the
 pre-mix gain stay.
 

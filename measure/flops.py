@@ -118,14 +118,17 @@ def flops_per_token(config: ModelConfig, block_size: int, mode: str, head: bool 
     total += sum(n * (block + attention) + m * (2 * block + ATTENTION_BACKWARD * attention)
                  for n, m, block, attention in zip(forward, backward, blocks, attended))
 
-    # what tokens leave in the cache: in each phase the first states and each group anew, but in
-    # training the last group of a phase, which nobody reads; lckv stores its first states only
+    # what tokens leave in the cache: H(0) and each group of each pass, but in training the last
+    # group of all, which nobody reads; differentiated is what passes with gradients start from and
+    # store. Of lckv: H(0) and, in training, what they start from
     g = min(c.n_groups, T)
     last = len(range(g - 1, T, g)) / T if training else 0
-    stored = [(1 if condensed else 1 + m - last) * store + dummy for m in phases]
-    if one_pass:  # a cache to be kept takes the dummy's channels once more
-        stored = [store + dummy * (1 if training else 2)]
-    total += sum(stored) + training * 2 * stored[-1]
+    stored, differentiated = 1 + sum(phases) - last, 1 + phases[-1] - last
+    if condensed:
+        stored, differentiated = len(phases), 1
+    elif one_pass:  # a cache to be kept takes the dummy's channels once more
+        stored, differentiated, dummy = 1, 1, dummy * (1 if training else 2)
+    total += stored * store + dummy + training * 2 * (differentiated * store + dummy)
     if training and c.n_nograd:  # what the passes with gradients begin with are constants
         total -= mixing
     return total

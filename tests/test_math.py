@@ -15,7 +15,7 @@ import kernels
 from attention import Cache
 from model import rotary_tables
 from pool import WhiteMatter
-from solvers import autoregressive, cyclic, jacobi, one_pass, solve
+from solvers import autoregressive, cyclic, interleave, jacobi, one_pass, solve
 
 T = 12
 
@@ -343,6 +343,70 @@ def test_a_fresh_model_learns_everything_too():
     loss_of(model, idx, 4, 1, 2).backward()
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.any(), name
+
+
+def two_phases(model, idx, g, n_nograd, n_grad):
+    """`cyclic`, written out as passes without gradients and passes with them, each on a cache of
+    its own that is filled from the states so far: h[L] of the groups."""
+    x, groups = model.embed_tokens(idx), model.rows(idx).split(g)
+    xs = [x[:, group.columns] for group in groups]
+    parts = [[x] * (len(model.blocks) + 1) for x in xs]
+    for n_passes, records in ((n_nograd, False), (n_grad, True)):
+        with torch.set_grad_enabled(records):
+            if n_nograd:
+                parts = [[x.detach() for x in h] for h in parts]
+            cache = model.new_cache(*idx.shape, like=x)
+            for h, group in zip(parts, groups):
+                model.refill(h, group, cache)
+            for _ in range(n_passes):
+                for q, group in enumerate(groups):
+                    parts[q] = model.states(xs[q], group, cache)
+                    model.store(parts[q], group, cache)
+    return interleave([h[-1] for h in parts])
+
+
+@pytest.mark.parametrize("truncation", [(0, 2), (1, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [
+    {}, dict(n_channels=2, router="static"), dict(n_channels=1, dummy=False),
+    dict(kv="lckv", lckv_w=0), dict(kv="feedback"), dict(kv="recurrent")], ids=str)
+def test_gradients_are_those_of_two_phases_that_fill_their_caches(truncation, sizes):
+    model, idx = small_model(**sizes), with_documents(random_tokens(2, T), [2], [])
+    final, targets = two_phases(model, idx, 3, *truncation), random_tokens(2, T, seed=2)
+    expected = torch.autograd.grad(model.loss(final, targets), list(model.parameters()))
+    solution = cyclic(model, idx, 3, *truncation)
+    close(solution.final, final, 1e-13)
+    found = torch.autograd.grad(model.loss(solution.final, targets), list(model.parameters()))
+    for (name, _), a, b in zip(model.named_parameters(), found, expected):
+        assert b.any() and (a - b).abs().max() <= 1e-12 * b.abs().max(), name
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(kv="lckv", lckv_w=1)], ids=str)
+def test_a_tolerance_that_leaves_out_passes_leaves_gradients_as_they_are(sizes):
+    """Then no stored value has recorded gradients before the first pass that does."""
+    model, idx = small_model(**sizes), random_tokens(2, T)
+    ended = cyclic(model, idx, 3, 9, 1, tol=0.1)
+    n = ended.report.passes - 1
+    assert 0 < n < 9
+    found = []
+    for solution in (ended, cyclic(model, idx, 3, n, 1)):
+        model.zero_grad()
+        model.loss(solution.final, random_tokens(2, T, seed=2)).backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found):
+        close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("n_nograd, n_grad", [(0, 2), (1, 2), (3, 1)])
+def test_how_often_the_pool_is_evaluated(n_nograd, n_grad):
+    """Of H(0) and after each group step but the last; with gradients, of the states that passes
+    with gradients start from, and after their steps."""
+    model, idx, g, seen = small_model(), random_tokens(2, 12), 4, []
+    model.kv_pool.register_forward_hook(
+        lambda pool, args, out: seen.append((args[0][0].size(1), out[0].requires_grad)))
+    loss_of(model, idx, g, n_nograd, n_grad)
+    assert seen.count((1, True)) == 1 and seen.count((1, False)) == 0  # the dummy
+    assert seen.count((3, True)) == g * (1 + n_grad) - 1
+    assert seen.count((3, False)) == g * n_nograd
 
 
 def saved_bytes(run):
