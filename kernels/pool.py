@@ -280,9 +280,9 @@ def states_kernel(h, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, 
                   alpha_stride, FIRST: tl.constexpr, P: tl.constexpr, INPUTS: tl.constexpr,
                   K: tl.constexpr, L: tl.constexpr, KP: tl.constexpr, LP: tl.constexpr,
                   BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
-    """dh (L, N, D) over BLOCK_D columns of this program's tokens, every num_programs(0)-th; their
-    sum is added to its rows of dgain. All of a token but dc is asked for while the one before is
-    worked on."""
+    """dh (L, N, D), unless it is None, over BLOCK_D columns of this program's tokens, every
+    num_programs(0)-th; the gains' gradients are added to its rows of dgain. All of a token but dc
+    is asked for while the one before is worked on."""
     src, step = tl.arange(0, LP), tl.num_programs(0)
     d0 = tl.program_id(1) * BLOCK_D
     source, exists = distance(h, src, L), src < L
@@ -302,13 +302,14 @@ def states_kernel(h, rstd, gain, alpha, scale, turn, radial, dc, dx, dh, dgain, 
         dgain0 += unit * du0
         du1 = gained_gradient(unit, g1, branch1, dc, n, N, d0, D, 1, K, KP, BLOCK_D)
         dgain1 += unit * du1
-        du = g0 * du0 + g1 * du1
-        if dx is not None:
-            du += from_router.to(tl.float32)
-            if WHOLE:  # otherwise radial_kernel was there before
-                along += tl.sum(from_router.to(tl.float32) * unit, 1)
-        store(dh, (src.to(tl.int64) * N + n) * D, exists, d0, D,
-              r * (du - unit * (along / D)[:, None]), BLOCK_D)
+        if dh is not None:
+            du = g0 * du0 + g1 * du1
+            if dx is not None:
+                du += from_router.to(tl.float32)
+                if WHOLE:  # otherwise radial_kernel was there before
+                    along += tl.sum(from_router.to(tl.float32) * unit, 1)
+            store(dh, (src.to(tl.int64) * N + n) * D, exists, d0, D,
+                  r * (du - unit * (along / D)[:, None]), BLOCK_D)
     part = dgain + tl.program_id(0) * 2 * L * D
     dgain0 += tile(part, src * D, exists, d0, D, BLOCK_D)
     store(part, src * D, exists, d0, D, dgain0, BLOCK_D)
@@ -454,8 +455,9 @@ class Evaluate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        """The states' gradients; the weights' are added up in `folded`."""
-        f, s = ctx.folded, ctx.shape
+        """The states' gradients, unless they are constants; the weights' are added up in `folded`.
+        """
+        f, s, constant = ctx.folded, ctx.shape, not any(ctx.needs_input_grad[2:])
         *states, out, x, alpha, rstd, scale = ctx.saved_tensors
         states = tuple(states)
         states_c, programs = s.of(states_kernel)
@@ -470,16 +472,16 @@ class Evaluate(torch.autograd.Function):
         weights_kernel[triton.cdiv(s.N, tokens),](
             states, rstd, f.gain, alpha, scale, dc, dalpha, turn, radial, s.N, s.D, *ctx.strides,
             **c)
-        dx = None if f.router is None else dalpha @ f.router
+        dx = None if f.router is None or constant else dalpha @ f.router
         if dx is not None and not states_c["WHOLE"]:
             c, tokens = s.of(radial_kernel)
             radial_kernel[triton.cdiv(s.N, tokens), c["INPUTS"]](
                 states, rstd, dx, radial, s.N, s.D, ctx.strides[0], **c)
-        dh = out.new_empty(s.L, s.N, s.D)
+        dh = None if constant else out.new_empty(s.L, s.N, s.D)
         states_kernel[min(programs, s.N), blocks](
             states, rstd, f.gain, alpha, scale, turn, radial, dc, dx, dh, dgain, s.N, s.D,
             *ctx.strides, **states_c)
         dbias += dalpha.sum(0, dtype=torch.float32).view_as(dbias)
         if drouter is not None:
             add_product(drouter, dalpha.mT, x)
-        return None, None, *dh
+        return None, None, *([None] * s.L if constant else dh)

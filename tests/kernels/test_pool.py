@@ -3,6 +3,7 @@
 import pytest
 import torch
 from interpreted import DEVICE, GPU
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import pool as pool_kernels
 from model import ModelConfig, rms_norm
@@ -141,6 +142,37 @@ def test_evaluations_add_up(tiles):
     assert out.equal(expected)
     for a, b in zip((*dh, *dw.values()), (*dh_expected, *dw_expected.values()), strict=True):
         close(a, b.double(), 1e-5)
+
+
+class Shapes(TorchDispatchMode):
+    """Of the tensors that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.made.add(tuple(out.shape))
+        return out
+
+
+@pytest.mark.parametrize("router", ["dynamic", "static"])
+def test_states_that_are_constants(router, tiles):
+    """They get no gradient, and none is computed; the weights' are the same."""
+    branches, states, grad = case(N=5, n_layer=4, n_channels=3, n_embd=32, router=router)
+    weights, found = [w for b in branches for w in b.float().parameters()], []
+    for constant in (False, True):
+        h = [x.float().requires_grad_(not constant) for x in states]
+        out = ours(branches, h)
+        with Shapes() as shapes:
+            found.append(torch.autograd.grad(out, weights, grad.float()))
+        assert ((4, 5, 32) in shapes.made) == (not constant)  # of the states
+        # of the router's two inputs
+        assert ((5, 2 * 32) in shapes.made) == (not constant and router == "dynamic")
+    for mine, theirs in zip(found[1], found[0]):
+        close(mine, theirs.double(), 1e-6)
 
 
 def test_wrong_arguments():
