@@ -24,7 +24,7 @@ from kernels import loss as head
 from kernels.choose import choose
 from kernels.compiled import rms_norm
 from kernels.known import hooked
-from kernels.linear import Linear, add_waiting, linear
+from kernels.linear import Linear, Waiting, linear
 from kernels.norms import Gain, add_norm, split_heads
 from kernels.pool import Folded, fold, fold_up_to
 from kernels.swiglu import swiglu
@@ -72,9 +72,8 @@ class Twin:
     @torch.no_grad()
     def collect(self):
         """Move what was added up on the side into the gradients: the kernels' rows for the gains,
-        and products of few rows."""
-        for module in self.linears:
-            add_waiting(module)
+        and products that wait."""
+        self.waiting.flush()
         for gain in self.gains:
             gain.collect()
 
@@ -204,16 +203,17 @@ def twin(model: Decoder, dtype: torch.dtype, training: bool, unknown: set[str]) 
     other = stand_in(model, fused and training)
     other.__class__ = type("Fast" + type(model).__name__, tuple(bases), methods)
     other.dtype = dtype
-    other.linears = [m for m in other.modules() if isinstance(m, Linear)]
-    other.copied = [m.weight.detach() for m in (other.embed, *other.linears)]
+    linears = [m for m in other.modules() if isinstance(m, Linear)]
+    other.copied = [m.weight.detach() for m in (other.embed, *linears)]
     sizes = [w.numel() for w in other.copied]
     # side by side, so that those of one input are one matrix
     flat = other.copied[0].new_empty(sum(sizes), dtype=dtype)
     other.copies = [x.view_as(w) for x, w in zip(flat.split(sizes), other.copied)]
     other.renew()
     other.embed_copy, *rest = other.copies
-    for module, its in zip(other.linears, rest):
-        module.copy = its
+    other.waiting = Waiting()
+    for module, its in zip(linears, rest):
+        module.copy, module.waiting = its, other.waiting
     gains = [m.gain for m in other.modules() if isinstance(m, TwinNorm)]
     if TwinPool in bases:
         rows = (norms.STORE_PROGRAMS, model.config.n_kv_head) if training else ()
