@@ -20,6 +20,9 @@ lse2 (B, Hkv, R) is the base-2 logarithm of a row's sum, -inf for a row that rea
 output is 0).
 """
 
+import os
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +30,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.known import head_fits
+
+try:
+    from kernels import group
+except ImportError:  # a Triton without Gluon, or with another one
+    group = None
 
 LOG2E = 1.4426950408889634
 # that share the keys in decoding: about three for each of 132 multiprocessors; of 64 rows of 3
@@ -423,21 +431,38 @@ def kind_of(q: Tensor, k: Tensor) -> str:
     return "group" if q.size(1) < k.size(1) else "full"
 
 
+@cache
+def has_gluon() -> bool:
+    """Is this a Hopper GPU, and a version of Triton that group.py was tried with?"""
+    return (group is not None and triton.__version__.startswith(("3.6.", "3.7.", "3.8."))
+            and os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.is_available()
+            and torch.cuda.get_device_capability() == (9, 0))
+
+
+def by_hand(kind: str, q: Tensor, k: Tensor, *others: Tensor) -> bool:
+    """Do the kernels of group.py serve these?"""
+    return (kind == "group" and has_gluon() and q.dtype in (torch.bfloat16, torch.float16)
+            and all(x.dtype == q.dtype for x in (k, *others)) and q.size(3) <= 128
+            and q.size(2) <= 32 * k.size(2))
+
+
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
                       sink_k: Tensor | None = None, sink_v: Tensor | None = None,
                       kind: str | None = None, splits: int = 1) -> tuple[Tensor, Tensor]:
     """out (B, Tq, H, d) and lse2 (B, Hkv, R); `splits` programs share the keys of a query block."""
     check(q, k, start, stop, k, v)
     (B, Tq, H, d), Hkv = q.shape, k.size(2)
-    P = triton.next_power_of_2(H // Hkv)
-    c = config("forward", kind or kind_of(q, k), d)
+    P, kind = triton.next_power_of_2(H // Hkv), kind or kind_of(q, k)
     q = q.contiguous()
+    sink = [x if x is None else x.contiguous() for x in (sink_k, sink_v)]
+    if by_hand(kind, q, k, v):
+        return group.forward(q, k, v, start, stop, *sink)
+    c = config("forward", kind, d)
     out, lse2 = torch.empty_like(q), q.new_empty(B, Hkv, Tq * P, dtype=torch.float32)
     part, part_lse2 = out, lse2
     if splits > 1:
         part = q.new_empty(splits * B, Tq, H, d, dtype=torch.float32)
         part_lse2 = q.new_empty(splits * B, Hkv, Tq * P, dtype=torch.float32)
-    sink = [x if x is None else x.contiguous() for x in (sink_k, sink_v)]
     forward_kernel[B * Hkv, triton.cdiv(Tq * P, c["BLOCK_M"]), splits](
         q, *tiles(c["BLOCK_N"], 0, c, k, v), *tiles(c["BLOCK_M"], Hkv, c, part), part_lse2,
         start, stop, *sink, d ** -0.5 * LOG2E, Tq, Hkv, G=H // Hkv, P=P, SPLITS=splits, **c)
@@ -465,18 +490,21 @@ def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     (B, Tq, H, d), (_, S, Hkv, _) = q.shape, k.shape
     P = triton.next_power_of_2(H // Hkv)
     do, q = do.contiguous(), q.contiguous()
-    dq, delta = torch.empty_like(q), torch.empty_like(lse2)
-    c = config("dq", kind_of(q, k), d)
+    kind = kind_of(q, k)
+    c = config("dq", kind, d)
     blocks = triton.cdiv(Tq * P, c["BLOCK_M"])
     sink = [x if x is None else x.contiguous() for x in (sink_k, sink_v)]
     rows = 0 if dsink is None else dsink.size(1)
     if sink_k is not None and rows < B * blocks:
         raise ValueError(f"dsink: {B * blocks} rows are needed, there are {rows}")
+    if by_hand(kind, q, k, v, dk_acc, dv_acc):
+        return group.backward(do, q, k, v, out, lse2, start, stop, *sink, dk_acc, dv_acc, dsink)
+    dq, delta = torch.empty_like(q), torch.empty_like(lse2)
     dq_kernel[B * Hkv, blocks](
         q, out, do, *tiles(c["BLOCK_N"], 0, c, k, v), *tiles(c["BLOCK_M"], Hkv, c, dq), lse2,
         delta, dsink, start, stop, *sink, d ** -0.5, d ** -0.5 * LOG2E, Tq, Hkv, rows, G=H // Hkv,
         P=P, **c)
-    c = config("dkv", kind_of(q, k), d)
+    c = config("dkv", kind, d)
     dkv_kernel[B * Hkv, triton.cdiv(S, c["BLOCK_N"])](
         *tiles(c["BLOCK_M"], Hkv, c, q), k, v, *tiles(c["BLOCK_M"], Hkv, c, do),
         *tiles(c["BLOCK_N"], 0, c, dk_acc, dv_acc), lse2, delta, start, stop, d ** -0.5,

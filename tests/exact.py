@@ -1,6 +1,7 @@
 """What the kernels' tests compare with."""
 
 import torch
+from interpreted import DEVICE
 
 from model import rms_norm, rotate
 
@@ -24,6 +25,38 @@ def reference(q, k, v, start, stop, sink_k=None, sink_v=None):
     if sink_k is not None:
         out = out + p[..., -1:] * sink_v
     return out, lse * LOG2E
+
+
+def case(B, S, g, q0, H, Hkv, d, own=0, sink=True, docs=True, dtype=torch.float32, C=2, seed=0):
+    """Inputs of group q0 of g: every g-th position of documents, keys in channel 1 of a cache."""
+    r = torch.Generator().manual_seed(seed + S + g + d)
+    index = torch.arange(S).expand(B, S)
+    first = torch.rand(B, S, generator=r) < (4 / S if docs else 0)
+    start = torch.where(first, index, 0).cummax(1).values
+    Tq = len(range(q0, S, g))
+    start, stop = (x[:, q0::g].int().contiguous() for x in (start, index + own))
+    cache = torch.randn(2, C, B, S, Hkv, d, generator=r)
+    k, v = cache[0, C - 1], cache[1, C - 1]
+    q, do = torch.randn(2, B, Tq, H, d, generator=r)
+    sinks = list(torch.randn(2, Hkv, d, generator=r)) if sink else [None, None]
+    def put(x):
+        return x if x is None else x.to(DEVICE, x.dtype if x.dtype == torch.int32 else dtype)
+
+    return [put(x) for x in (q, k, v, start, stop, *sinks)], put(do)
+
+
+def close(ours, theirs, tol):
+    assert ours.shape == theirs.shape and ours.isfinite().all()
+    assert (ours.double() - theirs).norm() <= tol * theirs.norm() + 1e-30
+
+
+def gradients(inputs, do):
+    """Outputs and gradients of the float64 reference."""
+    leaves = [x if x is None or x.dtype == torch.int32 else x.detach().double().requires_grad_()
+              for x in inputs]
+    out, _ = reference(*leaves)
+    out.backward(do.double())
+    return out.detach(), [x.grad for x in leaves if x is not None and x.dtype != torch.int32]
 
 
 def norm_rotate(x, gain, cos, sin):

@@ -1,0 +1,592 @@
+"""
+Attention of a group's queries on whole rows, forward and backward, for Hopper GPUs, in Gluon,
+Triton's lower level. What it computes is that of attention.py, which see for the dimensions and for
+the packing of rows; other GPUs and other shapes take its kernels.
+
+A group has few queries for its keys, so all programs of a layer are there at once and the longest
+one sets the time: what counts is how long a block of keys takes a single program. Here that is 128
+keys, where Triton's own pipelining has room for 64, as each tile is asked for as soon as the one in
+its place has been read; the mask costs nothing but at its edges; and what dk and dv are added to is
+there before they are. At documents of 1,000 tokens (one H200, us a layer and group step, Triton's
+kernels before): 29 for 38 forward, 39 for 44 for dq, 50 for 61 for dk and dv.
+
+`x0` and `x1` of attention.py, a tile of d columns in two of D0 and D1, become a tuple here, of one
+where D1 = 0.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+LOG2E = 1.4426950408889634
+WARPS = 4
+ALIGNED = gl.constexpr(4)  # of so many float32, 16 bytes, begins what the copy engine takes
+ROWS = 64  # packed rows of a program of forward and dq; keys of one of dk and dv
+# at a time, by head size: keys in forward and dq; packed rows in dk and dv; its registers
+KEYS = {96: 128, 128: 64}
+QUERIES = {96: (32, 168), 128: (32, None)}
+
+
+# ---- pieces -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def pair(x0, x1):
+    x = (x0,)
+    if x1 is not None:
+        x = x + (x1,)
+    return x
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """Layout of 64 rows by so many columns in the registers of four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, columns, 16])
+
+
+@gluon.jit
+def room(x, n: gl.constexpr):
+    """Shared memory for n tiles of the kind that descriptors x bring."""
+    tiles = ()
+    for c in gl.static_range(len(x)):
+        tiles = tiles + (
+            gl.allocate_shared_memory(x[c].dtype, [n] + x[c].block_shape, x[c].layout),)
+    return tiles
+
+
+@gluon.jit
+def of(tiles, i):
+    """The i-th of n tiles."""
+    one = ()
+    for c in gl.static_range(len(tiles)):
+        one = one + (tiles[c].index(i),)
+    return one
+
+
+@gluon.jit
+def flat(tile):
+    return tile.reshape((tile.shape[1] * tile.shape[3], tile.shape[4]))
+
+
+@gluon.jit
+def barriers(n: gl.constexpr):
+    """n barriers, each of which opens when what was asked for has come."""
+    bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(n):
+        mbarrier.init(bars.index(i), count=1)
+    return bars
+
+
+@gluon.jit
+def fetch(x, tile, bar, b, i, head):
+    """Ask for the rows from position i on of one head, and have a barrier wait for them."""
+    size: gl.constexpr = x[0].block_type.nbytes + (x[1].block_type.nbytes if len(x) > 1 else 0)
+    mbarrier.expect(bar, size)
+    bring(x, tile, bar, b, i, head)
+
+
+@gluon.jit
+def bring(x, tile, bar, b, i, head):
+    for c in gl.static_range(len(x)):
+        tma.async_copy_global_to_shared(x[c], [b, i, head, 0, c * x[0].block_shape[4]], bar,
+                                        tile[c])
+
+
+@gluon.jit
+def send(x, tile, b, i, head):
+    """Write a tile to memory."""
+    fence_async_shared()
+    for c in gl.static_range(len(x)):
+        tma.async_copy_shared_to_global(x[c], [b, i, head, 0, c * x[0].block_shape[4]], tile[c])
+
+
+@gluon.jit
+def scores(a, b, M: gl.constexpr, N: gl.constexpr):
+    """Begin a @ b^T of two tiles, (M, N)."""
+    s = zero(M, N)
+    for c in gl.static_range(len(a)):
+        s = warpgroup_mma(flat(a[c]), flat(b[c]).permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def zero(M: gl.constexpr, COLUMNS: gl.constexpr):
+    return gl.zeros((M, COLUMNS), gl.float32, accumulator(COLUMNS))
+
+
+@gluon.jit
+def zeros(x, M: gl.constexpr):
+    """Sums for tiles of the kind that descriptors x bring, M rows."""
+    acc = ()
+    for c in gl.static_range(len(x)):
+        acc = acc + (zero(M, x[c].block_shape[4]),)
+    return acc
+
+
+@gluon.jit
+def begin_add(acc, p, tile):
+    """Begin acc + p @ tile; p (64, N) stays in registers."""
+    p, out = p.to(tile[0].dtype), ()
+    for c in gl.static_range(len(acc)):
+        left = gl.convert_layout(p, gl.DotOperandLayout(0, acc[c].type.layout, 2))
+        out = out + (warpgroup_mma(left, flat(tile[c]), acc[c], is_async=True),)
+    return out
+
+
+@gluon.jit
+def finish(acc):
+    """Wait for all products."""
+    done = warpgroup_mma_wait(0, acc)
+    if len(acc) == 1:
+        done = (done,)
+    return done
+
+
+@gluon.jit
+def column(x, like):
+    """One number for each row of `like`, ready to be broadcast over its columns."""
+    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout))[:, None]
+
+
+@gluon.constexpr_function
+def spread(columns):
+    """Layout of rows by so many columns that memory gives; which thread has which rows does not
+    depend on the columns, so that row sums of both tiles add up where they are."""
+    return gl.BlockedLayout([1, columns // 8], [4, 8], [WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def rows_at(b, t0, head, Tq, Hkv, G: gl.constexpr, P: gl.constexpr, M: gl.constexpr,
+            FIRST: gl.constexpr, COLUMNS: gl.constexpr, d: gl.constexpr):
+    """Offsets of packed rows in a contiguous (B, Tq, H, d), which of them exist, and columns."""
+    r = gl.arange(0, M, gl.SliceLayout(1, spread(COLUMNS)))
+    c = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, spread(COLUMNS)))
+    t, g = t0 + r // P, r % P
+    row = ((b * Tq + t).to(gl.int64) * Hkv * G + head * G + g) * d
+    return row[:, None] + c[None, :], ((t < Tq) & (g < G))[:, None], c
+
+
+@gluon.jit
+def visible(begin, end, j):
+    """begin <= j < end, by one comparison."""
+    return (j - begin).to(gl.uint32) < (gl.maximum(end, begin) - begin).to(gl.uint32)
+
+
+# ---- forward ----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def sink_of(sink, D0: gl.constexpr, D1: gl.constexpr):
+    """Its columns, as a pair, in the layouts of accumulators."""
+    x = (sink_columns(sink, 0, D0),)
+    if D1 > 0:
+        x = x + (sink_columns(sink, D0, D1),)
+    return x
+
+
+@gluon.jit
+def sink_columns(sink, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+    c = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, accumulator(COLUMNS)))
+    return gl.load(sink + c)[None, :]
+
+
+@gluon.jit
+def with_sink(m, total, acc, q, k, v, scale2):
+    """The softmax so far and one more key."""
+    x = gl.zeros_like(total)
+    for c in gl.static_range(len(q)):
+        x += gl.convert_layout(dot_sink(q[c], k[c]), x.type.layout)
+    x *= scale2
+    m_new = gl.maximum(m, x)
+    old, new = gl.exp2(m - m_new), gl.exp2(x - m_new)
+    return m_new, total * old + new, plus_sink(times_column(acc, old), new, v)
+
+
+@gluon.jit
+def dot_sink(q, sink):
+    return gl.sum(flat(q).load(accumulator(sink.shape[1])).to(gl.float32) * sink.to(gl.float32), 1)
+
+
+@gluon.jit
+def plus_sink(acc, x, sink):
+    """Sums plus a number of each row times the sink."""
+    out = ()
+    for c in gl.static_range(len(acc)):
+        out = out + (acc[c] + column(x, acc[c]) * sink[c].to(gl.float32),)
+    return out
+
+
+@gluon.jit
+def times_column(acc, x):
+    out = ()
+    for c in gl.static_range(len(acc)):
+        out = out + (acc[c] * column(x, acc[c]),)
+    return out
+
+
+@gluon.jit
+def keep(tile, acc):
+    """Put sums into a tile of shared memory."""
+    for c in gl.static_range(len(acc)):
+        flat(tile[c]).store(acc[c].to(tile[c].dtype))
+
+
+@gluon.jit
+def forward_kernel(q0, q1, k0, k1, v0, v1, out0, out1, lse2, start, stop, sink_k, sink_v, scale2,
+                   Tq, Hkv, P: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+                   M: gl.constexpr, N: gl.constexpr):
+    """out and lse2 of a block of packed rows."""
+    q, keys, values, out = pair(q0, q1), pair(k0, k1), pair(v0, v1), pair(out0, out1)
+    d: gl.constexpr = D0 + D1
+    R: gl.constexpr = gl.SliceLayout(1, accumulator(N))
+    b, head = gl.program_id(0) // Hkv, gl.program_id(0) % Hkv
+    t0 = (gl.num_programs(1) - 1 - gl.program_id(1)) * (M // P)  # the most keys first
+    q_tile, k_tiles, v_tiles, bars = room(q, 1), room(keys, 2), room(values, 2), barriers(5)
+    q_tile = of(q_tile, 0)
+    fetch(q, q_tile, bars.index(4), b, t0, head)
+    start += b * Tq
+    stop += b * Tq
+    last = gl.minimum(t0 + M // P, Tq) - 1
+    lo, hi = gl.load(start + t0), gl.load(stop + last)
+    n = gl.cdiv(hi - lo, N)
+    for i in gl.static_range(2):
+        if i < n:
+            fetch(keys, of(k_tiles, i), bars.index(i), b, lo + i * N, head)
+            fetch(values, of(v_tiles, i), bars.index(2 + i), b, lo + i * N, head)
+    left, right = gl.load(start + last), gl.load(stop + t0)  # all rows read left <= j < right
+    t = gl.minimum(t0 + gl.arange(0, M, R) // P, last)
+    begin, end = gl.load(start + t)[:, None], gl.load(stop + t)[:, None]
+    if sink_k is not None:  # read in the end, asked for now
+        k_sink, v_sink = sink_of(sink_k + head * d, D0, D1), sink_of(sink_v + head * d, D0, D1)
+    # a finite lower bound in place of -inf: exp2(-inf - m) is 0 for a row without keys, never NaN
+    m, total = gl.full((M,), -1e30, gl.float32, R), gl.zeros((M,), gl.float32, R)
+    acc = zeros(values, M)
+    mbarrier.wait(bars.index(4), 0)
+    for i in range(n):
+        at, phase, j0 = i % 2, i // 2 & 1, lo + i * N
+        k, v = of(k_tiles, at), of(v_tiles, at)
+        mbarrier.wait(bars.index(at), phase)
+        s = warpgroup_mma_wait(0, [scores(q_tile, k, M, N)])
+        if i + 2 < n:
+            fetch(keys, k, bars.index(at), b, j0 + 2 * N, head)
+        if (j0 < left) | (j0 + N > right):
+            j = j0 + gl.arange(0, N, gl.SliceLayout(0, accumulator(N)))[None, :]
+            s = gl.where(visible(begin, end, j), s, float("-inf"))
+        m_new = gl.maximum(m, gl.max(s, 1) * scale2)
+        p = gl.exp2(s * scale2 - m_new[:, None])
+        shrink = gl.exp2(m - m_new)
+        total = total * shrink + gl.sum(p, 1)
+        m = m_new
+        acc = times_column(acc, shrink)
+        mbarrier.wait(bars.index(2 + at), phase)
+        acc = finish(begin_add(acc, p, v))
+        if i + 2 < n:
+            fetch(values, v, bars.index(2 + at), b, j0 + 2 * N, head)
+    if sink_k is not None:
+        m, total, acc = with_sink(m, total, acc, q_tile, k_sink, v_sink, scale2)
+    safe = gl.where(total > 0, total, 1.0)
+    keep(q_tile, times_column(acc, 1.0 / safe))
+    send(out, q_tile, b, t0, head)
+    r = t0 * P + gl.arange(0, M, R)
+    gl.store(lse2 + gl.program_id(0) * Tq * P + r,
+             gl.where(total > 0, m + gl.log2(safe), float("-inf")), r < Tq * P)
+    tma.store_wait(0)
+
+
+# ---- backward ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def of_rows(q, out, do, lse, sink_k, sink_v, dsink_k, dsink_v, scale, scale2, b, t0, head, Tq,
+            Hkv, G: gl.constexpr, P: gl.constexpr, M: gl.constexpr, D0: gl.constexpr,
+            D1: gl.constexpr):
+    """delta = rowsum(do * out) of a block; and of the sink, one more column: ds, and what is added
+    to the block's row of its gradients."""
+    R: gl.constexpr = gl.SliceLayout(1, spread(D0))
+    dos, outs, qs, ks, vs, dks, dvs, columns = (), (), (), (), (), (), (), ()
+    for i in gl.static_range(2 if D1 > 0 else 1):  # all is asked for before anything is computed
+        at, some, c = rows_at(b, t0, head, Tq, Hkv, G, P, M, i * D0, D1 if i > 0 else D0, D0 + D1)
+        dos, outs = dos + (gl.load(do + at, some, 0.0),), outs + (gl.load(out + at, some, 0.0),)
+        if sink_k is not None:
+            qs, columns = qs + (gl.load(q + at, some, 0.0),), columns + (c,)
+            ks, vs = ks + (gl.load(sink_k + c),), vs + (gl.load(sink_v + c),)
+            dks, dvs = dks + (gl.load(dsink_k + c),), dvs + (gl.load(dsink_v + c),)
+    delta = gl.zeros((M,), gl.float32, R)
+    for i in gl.static_range(len(dos)):
+        delta += row_sum(dos[i], outs[i], R)
+    ds = delta
+    if sink_k is not None:
+        s, dp = gl.zeros((M,), gl.float32, R), gl.zeros((M,), gl.float32, R)
+        for i in gl.static_range(len(dos)):
+            s += row_sum(qs[i], ks[i][None, :], R)
+            dp += row_sum(dos[i], vs[i][None, :], R)
+        p = gl.exp2(s * scale2 - gl.convert_layout(lse, R))
+        ds = p * (dp - delta)
+        for i in gl.static_range(len(dos)):
+            dk, dv = column(ds * scale, qs[i]) * qs[i], column(p, dos[i]) * dos[i]
+            gl.store(dsink_k + columns[i], dks[i] + gl.sum(dk, 0))
+            gl.store(dsink_v + columns[i], dvs[i] + gl.sum(dv, 0))
+    return delta, ds
+
+
+@gluon.jit
+def row_sum(a, b, layout: gl.constexpr):
+    return gl.convert_layout(gl.sum(a.to(gl.float32) * b.to(gl.float32), 1), layout)
+
+
+@gluon.jit
+def dq_kernel(q_rows, out_rows, do_rows, q0, q1, do0, do1, k0, k1, v0, v1, dq0, dq1, lse2, numbers,
+              dsink, start, stop, sink_k, sink_v, scale, scale2, Tq, Hkv, stride, sink_rows,
+              G: gl.constexpr, P: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+              M: gl.constexpr, N: gl.constexpr):
+    """dq of a block of packed rows; on the way lse2 and delta, as the next kernel needs them, and
+    the block's part of the sink's gradients, in its own row: no atomics, same bits every time."""
+    q, do, keys, values = pair(q0, q1), pair(do0, do1), pair(k0, k1), pair(v0, v1)
+    d: gl.constexpr = D0 + D1
+    R: gl.constexpr = gl.SliceLayout(1, accumulator(N))
+    b, head = gl.program_id(0) // Hkv, gl.program_id(0) % Hkv
+    block = gl.num_programs(1) - 1 - gl.program_id(1)
+    t0 = block * (M // P)
+    q_tile, do_tile, k_tiles, v_tile = room(q, 1), room(do, 1), room(keys, 2), room(values, 1)
+    q_tile, do_tile, v_tile, bars = of(q_tile, 0), of(do_tile, 0), of(v_tile, 0), barriers(5)
+    fetch(q, q_tile, bars.index(3), b, t0, head)
+    fetch(do, do_tile, bars.index(4), b, t0, head)
+    start += b * Tq
+    stop += b * Tq
+    last = gl.minimum(t0 + M // P, Tq) - 1
+    lo, hi = gl.load(start + t0), gl.load(stop + last)
+    n = gl.cdiv(hi - lo, N)
+    for i in gl.static_range(2):
+        if i < n:
+            fetch(keys, of(k_tiles, i), bars.index(i), b, lo + i * N, head)
+    if n > 0:
+        fetch(values, v_tile, bars.index(2), b, lo, head)
+    left, right = gl.load(start + last), gl.load(stop + t0)
+    t = gl.minimum(t0 + gl.arange(0, M, R) // P, last)
+    begin, end = gl.load(start + t)[:, None], gl.load(stop + t)[:, None]
+    r = gl.arange(0, M, R)
+    row_lse = gl.load(lse2 + gl.program_id(0) * Tq * P + t0 * P + r, t0 * P + r < Tq * P, 0.0)
+    lse = row_lse[:, None]
+    row = ((b * gl.num_programs(1) + block) * Hkv + head) * d
+    dsink_k, dsink_v = dsink, dsink
+    if sink_k is not None:
+        sink_k += head * d
+        sink_v += head * d
+        dsink_k = dsink + row
+        dsink_v = dsink_k + sink_rows * Hkv * d
+    row_delta, ds_sink = of_rows(q_rows, out_rows, do_rows, row_lse, sink_k, sink_v, dsink_k,
+                                 dsink_v, scale, scale2, b, t0, head, Tq, Hkv, G, P, M, D0, D1)
+    row_delta = gl.convert_layout(row_delta, R)
+    numbers += 2 * gl.program_id(0) * stride + t0 * P
+    gl.store(numbers + r, row_lse, t0 * P + r < Tq * P)
+    gl.store(numbers + stride + r, row_delta, t0 * P + r < Tq * P)
+
+    acc = zeros(keys, M)
+    mbarrier.wait(bars.index(3), 0)
+    mbarrier.wait(bars.index(4), 0)
+    for i in range(n):
+        at, j0 = i % 2, lo + i * N
+        k = of(k_tiles, at)
+        mbarrier.wait(bars.index(at), i // 2 & 1)
+        s = scores(q_tile, k, M, N)
+        mbarrier.wait(bars.index(2), i & 1)
+        dp = scores(do_tile, v_tile, M, N)
+        s = warpgroup_mma_wait(len(do_tile), [s])
+        p = gl.exp2(s * scale2 - lse)
+        if (j0 < left) | (j0 + N > right):
+            j = j0 + gl.arange(0, N, gl.SliceLayout(0, accumulator(N)))[None, :]
+            p = gl.where(visible(begin, end, j), p, 0.0)
+        dp = warpgroup_mma_wait(0, [dp])
+        if i + 1 < n:
+            fetch(values, v_tile, bars.index(2), b, j0 + N, head)
+        acc = finish(begin_add(acc, p * (dp - row_delta[:, None]), k))
+        if i + 2 < n:
+            fetch(keys, k, bars.index(at), b, j0 + 2 * N, head)
+    if sink_k is not None:
+        acc = plus_sink(acc, ds_sink, sink_of(sink_k, D0, D1))
+    keep(q_tile, times_column(acc, gl.full((M,), 1.0, gl.float32, R) * scale))
+    send(pair(dq0, dq1), q_tile, b, t0, head)
+    tma.store_wait(0)
+
+
+@gluon.constexpr_function
+def alike(n):
+    """Layout of n numbers which all warps have."""
+    return gl.BlockedLayout([n // 32], [32], [WARPS], [0])
+
+
+@gluon.jit
+def queries_of(start, stop, j0, Tq, N: gl.constexpr, CHUNK: gl.constexpr):
+    """Queries lo <= t < hi read one of the keys j0 .. j0 + N - 1, left <= t < right all of them:
+    start and stop never decrease, so counting finds the ends. Every warp counts on its own."""
+    layout: gl.constexpr = alike(CHUNK)
+    lo, left, right, hi = 0, 0, 0, 0
+    for i0 in range(0, Tq, CHUNK):
+        i = i0 + gl.arange(0, CHUNK, layout)
+        begin = gl.load(start + i, i < Tq, 2147483647)
+        end = gl.load(stop + i, i < Tq, 2147483647)
+        lo += gl.sum((end <= j0).to(gl.int32), 0)
+        left += gl.sum((end < j0 + N).to(gl.int32), 0)
+        right += gl.sum((begin <= j0).to(gl.int32), 0)
+        hi += gl.sum((begin < j0 + N).to(gl.int32), 0)
+    return lo, left, right, hi
+
+
+@gluon.jit
+def fetch_queries(q, do, numbers, q_tile, do_tile, its, bar, b, t, head, P: gl.constexpr,
+                  M: gl.constexpr, d: gl.constexpr):
+    """Ask for packed rows of q and do, and for their lse2 and delta."""
+    mbarrier.expect(bar, 4 * M * d + 8 * M)  # bytes: two tiles of half precision, two of numbers
+    bring(q, q_tile, bar, b, t, head)
+    tma.async_copy_global_to_shared(numbers, [2 * gl.program_id(0), t * P], bar, its)
+    bring(do, do_tile, bar, b, t, head)
+
+
+@gluon.jit
+def add_to(tile, acc):
+    """acc and what is in a tile of shared memory, there."""
+    for c in gl.static_range(len(acc)):
+        before = flat(tile[c]).load(acc[c].type.layout)
+        flat(tile[c]).store((acc[c] + before).to(tile[c].dtype))
+
+
+@gluon.jit
+def dkv_kernel(q0, q1, do0, do1, k0, k1, v0, v1, dk0, dk1, dv0, dv1, numbers, start, stop,
+               scale, scale2, Tq, Hkv, P: gl.constexpr, d: gl.constexpr, CHUNK: gl.constexpr,
+               M: gl.constexpr, N: gl.constexpr):
+    """dk += and dv += for a block of keys, over the queries that can read one of them, M packed
+    rows at a time. Scores are transposed, (keys, rows)."""
+    q, do, keys, values = pair(q0, q1), pair(do0, do1), pair(k0, k1), pair(v0, v1)
+    dk, dv = pair(dk0, dk1), pair(dv0, dv1)
+    T: gl.constexpr = M // P
+    L: gl.constexpr = accumulator(M)
+    C: gl.constexpr = gl.SliceLayout(0, L)
+    b, head = gl.program_id(0) // Hkv, gl.program_id(0) % Hkv
+    j0 = gl.program_id(1) * N  # under a causal mask the first keys have the most queries
+    k_tile, v_tile, q_tiles, do_tiles = room(keys, 1), room(values, 1), room(q, 2), room(do, 2)
+    dk_tile, dv_tile = room(dk, 1), room(dv, 1)
+    k_tile, v_tile, dk_tile, dv_tile = of(k_tile, 0), of(v_tile, 0), of(dk_tile, 0), of(dv_tile, 0)
+    its = gl.allocate_shared_memory(gl.float32, [2] + numbers.block_shape, numbers.layout)
+    bars = barriers(4)
+    start += b * Tq
+    stop += b * Tq
+    lo, left, right, hi = queries_of(start, stop, j0, Tq, N, CHUNK)
+    lo = lo * P // ALIGNED * ALIGNED // P  # where the copy engine may begin with lse2 and delta
+    if lo < hi:
+        n = gl.cdiv(hi - lo, T)
+        mbarrier.expect(bars.index(2), 4 * N * d)  # bytes: two tiles of half precision
+        bring(keys, k_tile, bars.index(2), b, j0, head)
+        bring(values, v_tile, bars.index(2), b, j0, head)
+        for i in gl.static_range(2):
+            if i < n:
+                fetch_queries(q, do, numbers, of(q_tiles, i), of(do_tiles, i), its.index(i),
+                              bars.index(i), b, lo + i * T, head, P, M, d)
+        mbarrier.expect(bars.index(3), 4 * N * d)
+        bring(dk, dk_tile, bars.index(3), b, j0, head)
+        bring(dv, dv_tile, bars.index(3), b, j0, head)
+        j = j0 + gl.arange(0, N, gl.SliceLayout(1, L))[:, None]
+        dk_acc, dv_acc = zeros(keys, N), zeros(values, N)
+        mbarrier.wait(bars.index(2), 0)
+        for i in range(n):
+            at, t0 = i % 2, lo + i * T
+            q_tile, do_tile = of(q_tiles, at), of(do_tiles, at)
+            mbarrier.wait(bars.index(at), i // 2 & 1)
+            s = scores(k_tile, q_tile, N, M)
+            dp = scores(v_tile, do_tile, N, M)
+            s = warpgroup_mma_wait(len(do_tile), [s])
+            p = gl.exp2(s * scale2 - its.index(at).slice(0, 1).load(L))
+            if (t0 < left) | (t0 + T > right):
+                t = t0 + gl.arange(0, M, C) // P
+                begin = gl.load(start + t, t < Tq, 0)[None, :]
+                end = gl.load(stop + t, t < Tq, 0)[None, :]
+                p = gl.where(visible(begin, end, j), p, 0.0)
+            dv_sum = begin_add(dv_acc, p, do_tile)
+            dp = warpgroup_mma_wait(len(dv_acc), [dp])
+            dk_sum = begin_add(dk_acc, p * (dp - its.index(at).slice(1, 1).load(L)), q_tile)
+            dv_acc, dk_acc = finish(dv_sum), finish(dk_sum)
+            if i + 2 < n:
+                fetch_queries(q, do, numbers, q_tile, do_tile, its.index(at), bars.index(at), b,
+                              t0 + 2 * T, head, P, M, d)
+        mbarrier.wait(bars.index(3), 0)
+        add_to(dk_tile, times_column(dk_acc, gl.full((N,), 1.0, gl.float32, gl.SliceLayout(1, L))
+                                     * scale))
+        add_to(dv_tile, dv_acc)
+        send(dk, dk_tile, b, j0, head)
+        send(dv, dv_tile, b, j0, head)
+        tma.store_wait(0)
+
+
+# ---- host side --------------------------------------------------------------------------------
+
+
+def split(d: int) -> tuple[int, int]:
+    """d columns as D0 + D1, powers of two; D1 may be 0."""
+    d0 = 1 << (d.bit_length() - 1)
+    return d0, d - d0
+
+
+def of_size(table: dict, d: int):
+    """The entry of a table by head size: each serves the sizes up to its own."""
+    return table[min(n for n in table if n >= min(d, max(table)))]
+
+
+def tiles(rows: int, Hkv: int, *tensors: Tensor) -> list[TensorDescriptor | None]:
+    """`attention.tiles`: pairs of descriptors of `rows` packed rows, of q-like tensors or (Hkv = 0)
+    of a cache's."""
+    pairs = []
+    for tensor in tensors:
+        x = tensor.unflatten(2, (Hkv, -1)) if Hkv else tensor.unsqueeze(3)
+        P = triton.next_power_of_2(x.size(3))
+        dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+        for n in split(x.size(4)):
+            block = [1, rows // P, 1, P, n]
+            pairs.append(TensorDescriptor.from_tensor(
+                x, block, gl.NVMMASharedLayout.get_default_for(block, dtype)) if n else None)
+    return pairs
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, sink_k: Tensor | None,
+            sink_v: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`attention.attention_forward`; q and the sink are contiguous."""
+    (B, Tq, H, d), Hkv = q.shape, k.size(2)
+    P, N, (D0, D1) = triton.next_power_of_2(H // Hkv), of_size(KEYS, d), split(d)
+    out, lse2 = torch.empty_like(q), q.new_empty(B, Hkv, Tq * P, dtype=torch.float32)
+    forward_kernel[B * Hkv, triton.cdiv(Tq * P, ROWS)](
+        *tiles(ROWS, Hkv, q), *tiles(N, 0, k, v), *tiles(ROWS, Hkv, out), lse2, start, stop,
+        sink_k, sink_v, d ** -0.5 * LOG2E, Tq, Hkv, P=P, D0=D0, D1=D1, M=ROWS, N=N,
+        num_warps=WARPS)
+    return out, lse2
+
+
+def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor, start: Tensor,
+             stop: Tensor, sink_k: Tensor | None, sink_v: Tensor | None, dk: Tensor, dv: Tensor,
+             dsink: Tensor | None) -> Tensor:
+    """`attention.attention_backward`; do, q and the sink are contiguous."""
+    (B, Tq, H, d), (_, S, Hkv, _) = q.shape, k.shape
+    P, N, (D0, D1) = triton.next_power_of_2(H // Hkv), of_size(KEYS, d), split(d)
+    # lse2 and delta, in turn, in rows that begin where the copy engine may begin, too
+    numbers = lse2.new_empty(2 * B * Hkv, triton.cdiv(Tq * P, 4) * 4)
+    dq, M, registers = torch.empty_like(q), *of_size(QUERIES, d)
+    scales = d ** -0.5, d ** -0.5 * LOG2E
+    dq_kernel[B * Hkv, triton.cdiv(Tq * P, ROWS)](
+        q, out, do, *tiles(ROWS, Hkv, q, do), *tiles(N, 0, k, v), *tiles(ROWS, Hkv, dq), lse2,
+        numbers, dsink, start, stop, sink_k, sink_v, *scales, Tq, Hkv, numbers.size(1),
+        0 if dsink is None else dsink.size(1), G=H // Hkv, P=P, D0=D0, D1=D1, M=ROWS, N=N,
+        num_warps=WARPS)
+    dkv_kernel[B * Hkv, triton.cdiv(S, ROWS)](
+        *tiles(M, Hkv, q, do), *tiles(ROWS, 0, k, v, dk, dv),
+        TensorDescriptor.from_tensor(numbers[:, :Tq * P], [2, M], gl.NVMMASharedLayout(0, 32, 2)),
+        start, stop, *scales, Tq, Hkv, P=P, d=d,
+        CHUNK=min(1024, max(32, triton.next_power_of_2(Tq))), M=M, N=ROWS, num_warps=WARPS,
+        maxnreg=registers)
+    return dq
