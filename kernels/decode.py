@@ -41,7 +41,7 @@ from model import Block, Decoder, rotary_tables
 # More rows and wider layers, in features, are left to model.states and cuBLAS: 16 rows of x have to
 # fit in a multiprocessor.
 MAX_ROWS, MAX_WIDTH = 64, 4096
-PART = 13  # rows that go up the stack together, at most
+PART = 16  # rows that go up the stack together, at most
 RING = 3  # parts that attend at a time
 PRODUCT = (8, 128, 4)  # features of a program, inner features of a warp at a time, warps
 # by padded rows: (features of a program, inner features at a time, warps, stages)
