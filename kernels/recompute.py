@@ -28,14 +28,18 @@ def states(up: Callable, random: bool, x: Tensor, rows: Rows, cache: Cache | Non
     """`Decoder.states`, made by `up`.
 
     The second run reads the cache as it was at the first: of a plain one all keys and values are
-    still there, and a tape (tape.py) has been rewound when the backward pass gets here.
+    still there, and a tape (tape.py) is rewound, past what `up` itself has written (LCKV), too.
     """
     if not torch.is_grad_enabled() or cache is None:
         return up(x, rows, cache, first, end)
     # not cache.fork(), which of a tape is a new tape
     caches, before = [cache], Cache.fork(cache)
+    tape = getattr(cache, "tape", None)
+    n_writes = len(tape.undo) if tape else 0
 
     def run(x: Tensor) -> list[Tensor]:
+        if tape and not caches:
+            tape.rewind(n_writes)
         return up(x, rows, caches.pop() if caches else Cache.fork(before), first, end)
 
     return checkpoint(run, x, use_reentrant=False, preserve_rng_state=random)

@@ -145,6 +145,7 @@ class Tape:
         """Back to the state after n writes."""
         if len(self.undo) < n:
             raise RuntimeError("a cache can be backpropagated through once: solve again")
+        self.latest = {}  # what is written again (recompute.py) comes before these
         while len(self.undo) > n:
             undo = self.undo.pop()
             if undo is not None:
