@@ -228,6 +228,7 @@ def test_lckv_iterates_the_condensed_layers_alone():
 @torch.no_grad()
 def test_fused_scores_depend_on_relative_positions_alone():
     """Fused keys of one content, shifted together with the query: the same score."""
+    torch.manual_seed(0)  # with which no score is nearly 0
     model = make("fusedkv")
     q, *kv = torch.randn(5, 1, 2, 2, 6, dtype=torch.float64)
 
