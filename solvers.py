@@ -158,7 +158,8 @@ def cyclic(model: Decoder, idx: Tensor, n_groups: int = 8, n_nograd: int = 1, n_
         filled = records if last else plan[t + 1]  # as the next pass, which starts from it, needs
         fill = model.store if filled == records else model.refill  # lckv's store does nothing
         old = list(parts) if measure or tol is not None else parts  # unless compared, they may go
-        top = end if last or tol is not None else end - model.n_top  # with `tol`, any may be last
+        whole_stack = last or tol is not None and not plan[-1]  # then any pass may be the last
+        top = end if whole_stack else end - model.n_top
         for q, group in enumerate(groups):
             with torch.set_grad_enabled(records):
                 entering = xs[q] if records else xs[q].detach()  # here gradients end

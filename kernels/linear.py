@@ -61,7 +61,8 @@ class MixedLinear(torch.autograd.Function):
     def backward(ctx, dy):
         """dx; the weights' gradients are added up on the side."""
         (x,), parts = ctx.saved_tensors, ctx.parts
-        parts[0].waiting.add(parts, dy.flatten(0, -2), x.flatten(0, -2))
+        if any(ctx.needs_input_grad[2:]):  # of weights that are frozen, none is made
+            parts[0].waiting.add(parts, dy.flatten(0, -2), x.flatten(0, -2))
         return dy @ joined([part.copy for part in parts]), None, *(None for _ in parts)
 
 

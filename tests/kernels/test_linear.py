@@ -205,6 +205,18 @@ def test_a_weight_without_a_gradient_gets_one(calls):
         close(layer.weight.grad, matrix(N, D, 1).double().sum(0).expand(E, D))
 
 
+def test_frozen_weights_get_none(calls):
+    layers, waiting = weights(2)
+    frozen = layers[0].weight.requires_grad_(False)
+    frozen.grad = None
+    x = matrix(N, D, 1).requires_grad_()
+    sum(linear.linear(x, layer).sum() for layer in layers).backward()
+    assert list(waiting.pairs) == [(layers[1],)]
+    with torch.no_grad():
+        waiting.flush()
+    assert frozen.grad is None and x.grad.any()
+
+
 def test_what_cublas_refuses_is_an_error(monkeypatch):
     monkeypatch.setattr(linear, "batched_gemm", lambda: lambda *arguments: 7)
     if not GPU:
