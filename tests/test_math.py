@@ -277,8 +277,11 @@ def test_fixed_passes_are_done_exactly(solver, options, measure):
 @both_iterations
 def test_a_tolerance_never_costs_the_passes_with_gradients(solver, options):
     model, idx = small_model(), random_tokens(1, 4)
+    top = []  # runs of the last block, which no channel is made of
+    model.blocks[-1].mlp_norm.register_forward_hook(lambda *_: top.append(None))
     solution = solver(model, idx, n_nograd=50, n_grad=2, tol=1e-6, **options)
     assert solution.report.passes <= 5 + 2 and solution.report.converged
+    assert len(top) == len(solution.parts)  # each group's in the last pass alone
     model.loss(solution.final, idx).backward()
     assert all(p.grad is not None for p in model.parameters())
 
