@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.known import head_fits
+from kernels.known import head_fits, of_size, split_head
 
 try:
     from kernels import group
@@ -59,11 +59,9 @@ CONFIGS = {
 
 def config(kernel: str, kind: str, d: int) -> dict:
     """Constants of a kernel, and its launch options, for head size d."""
-    table = CONFIGS[kernel, kind]
-    block_m, block_n, warps, stages, *registers = table[
-        min(n for n in table if n >= min(d, max(table)))]
-    d0 = 1 << (d.bit_length() - 1)
-    return dict(D0=d0, D1=d - d0, BLOCK_M=block_m, BLOCK_N=block_n, EDGES=kind == "full",
+    block_m, block_n, warps, stages, *registers = of_size(CONFIGS[kernel, kind], d)
+    d0, d1 = split_head(d)
+    return dict(D0=d0, D1=d1, BLOCK_M=block_m, BLOCK_N=block_n, EDGES=kind == "full",
                 num_warps=warps, num_stages=stages, maxnreg=registers[0] if registers else None)
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from attention import Rows
 from kernels import attention as kernels
 from kernels.attention import LOG2E, dot_add, dot_t, load_sink, row_dot, visible, zeros_pair
+from kernels.known import split_head
 from kernels.norms import EPS
 from kernels.tape import TapeCache
 from model import Block, Decoder, rotary_tables
@@ -387,8 +388,8 @@ def attention(qkv: Tensor, layer: "Layer", k: Tensor, v: Tensor, rows: Rows, sin
     (B, _, Hkv, d), own = k.shape, layer.k_norm is not None
     H = qkv.size(1) // d - 2 * Hkv * own
     kernels.check(qkv[:, None, :H * d].unflatten(-1, (H, d)), k, rows.start, rows.stop, k, v)
-    d0 = 1 << (d.bit_length() - 1)
-    c = dict(D0=d0, D1=d - d0, BLOCK_D=triton.next_power_of_2(d))
+    d0, d1 = split_head(d)
+    c = dict(D0=d0, D1=d1, BLOCK_D=triton.next_power_of_2(d))
     block_n, warps, stages = ATTENTION
     sink_k, sink_v = (None, None) if sink is None else (s.contiguous() for s in sink)
     out = qkv.new_empty(B, H * d)

@@ -28,6 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.known import of_size, split_head
+
 LOG2E = 1.4426950408889634
 WARPS = 4
 ALIGNED = gl.constexpr(4)  # of so many float32, 16 bytes, begins what the copy engine takes
@@ -177,6 +179,19 @@ def rows_at(b, t0, head, Tq, Hkv, G: gl.constexpr, P: gl.constexpr, M: gl.conste
 
 
 @gluon.jit
+def query_block(start, stop, b, t0, Tq, P: gl.constexpr, M: gl.constexpr, layout: gl.constexpr):
+    """`attention.query_block`: the intervals of the packed rows from position t0 on, (M, 1), and of
+    the block: lo <= its keys < hi, of which all rows read left <= j < right."""
+    start += b * Tq
+    stop += b * Tq
+    last = gl.minimum(t0 + M // P, Tq) - 1
+    lo, hi = gl.load(start + t0), gl.load(stop + last)
+    t = gl.minimum(t0 + gl.arange(0, M, layout) // P, last)
+    return (gl.load(start + t)[:, None], gl.load(stop + t)[:, None], lo, gl.load(start + last),
+            gl.load(stop + t0), hi)
+
+
+@gluon.jit
 def visible(begin, end, j):
     """begin <= j < end, by one comparison."""
     return (j - begin).to(gl.uint32) < (gl.maximum(end, begin) - begin).to(gl.uint32)
@@ -254,18 +269,12 @@ def forward_kernel(q0, q1, k0, k1, v0, v1, out0, out1, lse2, start, stop, sink_k
     q_tile, k_tiles, v_tiles, bars = room(q, 1), room(keys, 2), room(values, 2), barriers(5)
     q_tile = of(q_tile, 0)
     fetch(q, q_tile, bars.index(4), b, t0, head)
-    start += b * Tq
-    stop += b * Tq
-    last = gl.minimum(t0 + M // P, Tq) - 1
-    lo, hi = gl.load(start + t0), gl.load(stop + last)
+    begin, end, lo, left, right, hi = query_block(start, stop, b, t0, Tq, P, M, R)
     n = gl.cdiv(hi - lo, N)
     for i in gl.static_range(2):
         if i < n:
             fetch(keys, of(k_tiles, i), bars.index(i), b, lo + i * N, head)
             fetch(values, of(v_tiles, i), bars.index(2 + i), b, lo + i * N, head)
-    left, right = gl.load(start + last), gl.load(stop + t0)  # all rows read left <= j < right
-    t = gl.minimum(t0 + gl.arange(0, M, R) // P, last)
-    begin, end = gl.load(start + t)[:, None], gl.load(stop + t)[:, None]
     if sink_k is not None:  # read in the end, asked for now
         k_sink, v_sink = sink_of(sink_k + head * d, D0, D1), sink_of(sink_v + head * d, D0, D1)
     # a finite lower bound in place of -inf: exp2(-inf - m) is 0 for a row without keys, never NaN
@@ -361,19 +370,13 @@ def dq_kernel(q_rows, out_rows, do_rows, q0, q1, do0, do1, k0, k1, v0, v1, dq0, 
     q_tile, do_tile, v_tile, bars = of(q_tile, 0), of(do_tile, 0), of(v_tile, 0), barriers(5)
     fetch(q, q_tile, bars.index(3), b, t0, head)
     fetch(do, do_tile, bars.index(4), b, t0, head)
-    start += b * Tq
-    stop += b * Tq
-    last = gl.minimum(t0 + M // P, Tq) - 1
-    lo, hi = gl.load(start + t0), gl.load(stop + last)
+    begin, end, lo, left, right, hi = query_block(start, stop, b, t0, Tq, P, M, R)
     n = gl.cdiv(hi - lo, N)
     for i in gl.static_range(2):
         if i < n:
             fetch(keys, of(k_tiles, i), bars.index(i), b, lo + i * N, head)
     if n > 0:
         fetch(values, v_tile, bars.index(2), b, lo, head)
-    left, right = gl.load(start + last), gl.load(stop + t0)
-    t = gl.minimum(t0 + gl.arange(0, M, R) // P, last)
-    begin, end = gl.load(start + t)[:, None], gl.load(stop + t)[:, None]
     r = gl.arange(0, M, R)
     row_lse = gl.load(lse2 + gl.program_id(0) * Tq * P + t0 * P + r, t0 * P + r < Tq * P, 0.0)
     lse = row_lse[:, None]
@@ -529,17 +532,6 @@ def dkv_kernel(q0, q1, do0, do1, k0, k1, v0, v1, dk0, dk1, dv0, dv1, numbers, st
 # ---- host side --------------------------------------------------------------------------------
 
 
-def split(d: int) -> tuple[int, int]:
-    """d columns as D0 + D1, powers of two; D1 may be 0."""
-    d0 = 1 << (d.bit_length() - 1)
-    return d0, d - d0
-
-
-def of_size(table: dict, d: int):
-    """The entry of a table by head size: each serves the sizes up to its own."""
-    return table[min(n for n in table if n >= min(d, max(table)))]
-
-
 def tiles(rows: int, Hkv: int, *tensors: Tensor) -> list[TensorDescriptor | None]:
     """`attention.tiles`: pairs of descriptors of `rows` packed rows, of q-like tensors or (Hkv = 0)
     of a cache's."""
@@ -548,7 +540,7 @@ def tiles(rows: int, Hkv: int, *tensors: Tensor) -> list[TensorDescriptor | None
         x = tensor.unflatten(2, (Hkv, -1)) if Hkv else tensor.unsqueeze(3)
         P = triton.next_power_of_2(x.size(3))
         dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-        for n in split(x.size(4)):
+        for n in split_head(x.size(4)):
             block = [1, rows // P, 1, P, n]
             pairs.append(TensorDescriptor.from_tensor(
                 x, block, gl.NVMMASharedLayout.get_default_for(block, dtype)) if n else None)
@@ -559,7 +551,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, sink_k
             sink_v: Tensor | None) -> tuple[Tensor, Tensor]:
     """`attention.attention_forward`; q and the sink are contiguous."""
     (B, Tq, H, d), Hkv = q.shape, k.size(2)
-    P, N, (D0, D1) = triton.next_power_of_2(H // Hkv), of_size(KEYS, d), split(d)
+    P, N, (D0, D1) = triton.next_power_of_2(H // Hkv), of_size(KEYS, d), split_head(d)
     out, lse2 = torch.empty_like(q), q.new_empty(B, Hkv, Tq * P, dtype=torch.float32)
     forward_kernel[B * Hkv, triton.cdiv(Tq * P, ROWS)](
         *tiles(ROWS, Hkv, q), *tiles(N, 0, k, v), *tiles(ROWS, Hkv, out), lse2, start, stop,
@@ -573,7 +565,7 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Ten
              dsink: Tensor | None) -> Tensor:
     """`attention.attention_backward`; do, q and the sink are contiguous."""
     (B, Tq, H, d), (_, S, Hkv, _) = q.shape, k.shape
-    P, N, (D0, D1) = triton.next_power_of_2(H // Hkv), of_size(KEYS, d), split(d)
+    P, N, (D0, D1) = triton.next_power_of_2(H // Hkv), of_size(KEYS, d), split_head(d)
     # lse2 and delta, in turn, in rows that begin where the copy engine may begin, too
     numbers = lse2.new_empty(2 * B * Hkv, triton.cdiv(Tq * P, 4) * 4)
     dq, M, registers = torch.empty_like(q), *of_size(QUERIES, d)

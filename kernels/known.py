@@ -113,9 +113,20 @@ def alike(module: nn.Module | None, fresh: nn.Module | None) -> bool:
             and all(map(alike, module._modules.values(), fresh._modules.values())))
 
 
+def split_head(d: int) -> tuple[int, int]:
+    """d columns as the largest power of two and the rest, which may be 0."""
+    d0 = 1 << (d.bit_length() - 1)
+    return d0, d - d0
+
+
+def of_size(table: dict, d: int):
+    """The entry of a table by head size: each serves the sizes up to its own."""
+    return table[min(n for n in table if n >= min(d, max(table)))]
+
+
 def head_fits(d: int) -> bool:
     """Is there attention for heads of d: a power of two from 16 on, or a sum of two of them?"""
-    rest = d - (1 << (d.bit_length() - 1))
+    _, rest = split_head(d)
     return d >= 16 and not rest & (rest - 1) and not 0 < rest < 16
 
 
