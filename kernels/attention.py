@@ -30,6 +30,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.known import head_fits, of_size, split_head
+from kernels.norms import Gain
 
 try:
     from kernels import group
@@ -444,17 +445,27 @@ def by_hand(kind: str, q: Tensor, k: Tensor, *others: Tensor) -> bool:
             and q.size(2) <= 32 * k.size(2))
 
 
+def takes_projected(q: Tensor, k: Tensor, gain: Gain) -> bool:
+    """Do the kernels norm and rotate queries (B, Tq, H, d) on their way?"""
+    return by_hand(kind_of(q, k), q, k) and gain.has_rows(group.programs(q, k))
+
+
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
                       sink_k: Tensor | None = None, sink_v: Tensor | None = None,
-                      kind: str | None = None, splits: int = 1) -> tuple[Tensor, Tensor]:
-    """out (B, Tq, H, d) and lse2 (B, Hkv, R); `splits` programs share the keys of a query block."""
+                      kind: str | None = None, splits: int = 1,
+                      norm: tuple[Tensor, ...] | None = None,
+                      keep: bool = False) -> tuple[Tensor, ...]:
+    """out (B, Tq, H, d) and lse2 (B, Hkv, R); `splits` programs share the keys of a query block.
+
+    A norm, where `takes_projected`: its gain, and cos and sin (B, Tq, d / 2), by which q is normed
+    and rotated first; `keep`: it is the third result."""
     check(q, k, start, stop, k, v)
     (B, Tq, H, d), Hkv = q.shape, k.size(2)
     P, kind = triton.next_power_of_2(H // Hkv), kind or kind_of(q, k)
     q = q.contiguous()
     sink = [x if x is None else x.contiguous() for x in (sink_k, sink_v)]
     if by_hand(kind, q, k, v):
-        return group.forward(q, k, v, start, stop, *sink)
+        return group.forward(q, k, v, start, stop, *sink, norm, keep)
     c = config("forward", kind, d)
     out, lse2 = torch.empty_like(q), q.new_empty(B, Hkv, Tq * P, dtype=torch.float32)
     part, part_lse2 = out, lse2
@@ -480,10 +491,13 @@ def sink_rows(q: Tensor, k: Tensor) -> int:
 
 def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor,
                        start: Tensor, stop: Tensor, sink_k: Tensor | None, sink_v: Tensor | None,
-                       dk_acc: Tensor, dv_acc: Tensor, dsink: Tensor | None = None) -> Tensor:
-    """dq. dk and dv are added to dk_acc and dv_acc (B, S, Hkv, d), float32 or bfloat16: a running
-    gradient of the cache, or zeros. The sink's is added to the rows of dsink (2, `sink_rows`, Hkv,
-    d), float32, whose sum over the rows it is."""
+                       dk_acc: Tensor, dv_acc: Tensor, dsink: Tensor | None = None,
+                       norm: tuple[Tensor, ...] | None = None, x: Tensor | None = None,
+                       dgain: Tensor | None = None) -> Tensor:
+    """dq; with the norm that has made q of x, dx, and the gain's gradient is added to the rows of
+    dgain (`group.programs` or more, d). dk and dv are added to dk_acc and dv_acc (B, S, Hkv, d),
+    float32 or bfloat16: a running gradient of the cache, or zeros. The sink's is added to the rows
+    of dsink (2, `sink_rows`, Hkv, d), float32, whose sum over the rows it is."""
     check(q, k, start, stop, k, v, dk_acc, dv_acc)
     (B, Tq, H, d), (_, S, Hkv, _) = q.shape, k.shape
     P = triton.next_power_of_2(H // Hkv)
@@ -496,7 +510,8 @@ def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     if sink_k is not None and rows < B * blocks:
         raise ValueError(f"dsink: {B * blocks} rows are needed, there are {rows}")
     if by_hand(kind, q, k, v, dk_acc, dv_acc):
-        return group.backward(do, q, k, v, out, lse2, start, stop, *sink, dk_acc, dv_acc, dsink)
+        return group.backward(do, q, k, v, out, lse2, start, stop, *sink, dk_acc, dv_acc, dsink,
+                              norm, x, dgain)
     dq, delta = torch.empty_like(q), torch.empty_like(lse2)
     dq_kernel[B * Hkv, blocks](
         q, out, do, *tiles(c["BLOCK_N"], 0, c, k, v), *tiles(c["BLOCK_M"], Hkv, c, dq), lse2,

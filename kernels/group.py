@@ -29,11 +29,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.known import of_size, split_head
+from kernels.norms import EPS
 
 LOG2E = 1.4426950408889634
 WARPS = 4
 ALIGNED = gl.constexpr(4)  # of so many float32, 16 bytes, begins what the copy engine takes
 ROWS = 64  # packed rows of a program of forward and dq; keys of one of dk and dv
+NOTHING = None, None, None  # in place of a norm
 # at a time, by head size: keys in forward and dq; packed rows in dk and dv; its registers
 KEYS = {96: 128, 128: 64}
 QUERIES = {96: (32, 168), 128: (32, None)}
@@ -192,9 +194,125 @@ def query_block(start, stop, b, t0, Tq, P: gl.constexpr, M: gl.constexpr, layout
 
 
 @gluon.jit
+def halves(x):
+    """(M, 2 N) as two of N columns, in the same threads."""
+    return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def beside(a, b):
+    return gl.join(a, b).permute((0, 2, 1)).reshape((a.shape[0], 2 * a.shape[1]))
+
+
+@gluon.jit
+def split_columns(tiles, W: gl.constexpr):
+    """Tiles side by side, of up to 8 W columns each, as tiles of W columns."""
+    for _ in gl.static_range(3):
+        out = ()
+        for c in gl.static_range(len(tiles)):
+            out = out + (halves(tiles[c]) if tiles[c].shape[1] > W else (tiles[c],))
+        tiles = out
+    same = ()
+    for c in gl.static_range(len(tiles)):
+        same = same + (gl.convert_layout(tiles[c], accumulator(W)),)
+    return same
+
+
+@gluon.jit
+def join_columns(tiles):
+    """Tiles side by side, 1, 2, 4 or 8, as one."""
+    for _ in gl.static_range(3):
+        if len(tiles) > 1:
+            out = ()
+            for c in gl.static_range(len(tiles) // 2):
+                out = out + (beside(tiles[2 * c], tiles[2 * c + 1]),)
+            tiles = out
+    return gl.convert_layout(tiles[0], accumulator(tiles[0].shape[1]))
+
+
+@gluon.jit
 def visible(begin, end, j):
     """begin <= j < end, by one comparison."""
     return (j - begin).to(gl.uint32) < (gl.maximum(end, begin) - begin).to(gl.uint32)
+
+
+# ---- norm and rotation of queries -------------------------------------------------------------
+
+
+@gluon.jit
+def unit_rows(tile, eps, W: gl.constexpr):
+    """A tile's rows by their rms, in tiles of W columns, and 1 / rms."""
+    x = ()
+    for c in gl.static_range(len(tile)):
+        x = x + (flat(tile[c]).load(accumulator(tile[c].shape[4])).to(gl.float32),)
+    x, unit = split_columns(x, W), ()
+    squares = gl.sum(x[0] * x[0], 1)
+    for c in gl.static_range(1, len(x)):
+        squares += gl.sum(x[c] * x[c], 1)
+    r = gl.rsqrt(squares / (len(x) * W) + eps)[:, None]
+    for c in gl.static_range(len(x)):
+        unit = unit + (x[c] * r,)
+    return unit, r
+
+
+@gluon.jit
+def turn_of(gain, cos, sin, b, t0, Tq, i, P: gl.constexpr, M: gl.constexpr, W: gl.constexpr,
+            HALF: gl.constexpr):
+    """Of the i-th W columns of either half: its gain, the other's, cosines and sines (M, W)."""
+    c = i * W + gl.arange(0, W, gl.SliceLayout(0, accumulator(W)))
+    t = t0 + gl.arange(0, M, gl.SliceLayout(1, accumulator(W)))[:, None] // P
+    at = (b * Tq + t) * HALF + c[None, :]
+    return (gl.load(gain + c)[None, :].to(gl.float32),
+            gl.load(gain + HALF + c)[None, :].to(gl.float32),
+            gl.load(cos + at, t < Tq, 0.0), gl.load(sin + at, t < Tq, 0.0))
+
+
+@gluon.jit
+def norm_rotate(tile, gain, cos, sin, eps, b, t0, Tq, P: gl.constexpr, M: gl.constexpr,
+                W: gl.constexpr):
+    """Norm and rotate a tile's rows, in shared memory."""
+    x, _ = unit_rows(tile, eps, W)
+    n: gl.constexpr = len(x) // 2
+    first, second = (), ()
+    for i in gl.static_range(n):
+        ga, gb, c, s = turn_of(gain, cos, sin, b, t0, Tq, i, P, M, W, n * W)
+        a, b_ = x[i] * ga, x[n + i] * gb
+        first, second = first + (a * c - b_ * s,), second + (b_ * c + a * s,)
+    keep(tile, as_tiles(first + second, tile[0].shape[4] // W))
+    fence_async_shared()
+
+
+@gluon.jit
+def norm_rotate_gradient(d, tile, gain, cos, sin, eps, b, t0, Tq, P: gl.constexpr,
+                         M: gl.constexpr, W: gl.constexpr):
+    """The gradients of a tile's rows from those of the rotated ones, and each row's part of the
+    gain's."""
+    x, r = unit_rows(tile, eps, W)
+    d = split_columns(d, W)
+    n: gl.constexpr = len(x) // 2
+    first, second, dga, dgb, out = (), (), (), (), ()
+    along = gl.zeros_like(r)
+    for i in gl.static_range(n):
+        ga, gb, c, s = turn_of(gain, cos, sin, b, t0, Tq, i, P, M, W, n * W)
+        da, db = d[i] * c + d[n + i] * s, d[n + i] * c - d[i] * s
+        dga, dgb = dga + (da * x[i],), dgb + (db * x[n + i],)
+        da, db = da * ga, db * gb
+        along += gl.sum(da * x[i] + db * x[n + i], 1)[:, None]
+        first, second = first + (da,), second + (db,)
+    d, along = first + second, along / (2 * n * W)
+    for i in gl.static_range(2 * n):
+        out = out + (r * (d[i] - x[i] * along),)
+    at: gl.constexpr = tile[0].shape[4] // W
+    return as_tiles(out, at), as_tiles(dga + dgb, at)
+
+
+@gluon.jit
+def as_tiles(x, n: gl.constexpr):
+    """n tiles side by side, and what is left of them likewise."""
+    tiles = (join_columns(x[:n]),)
+    if len(x) > n:
+        tiles = tiles + (join_columns(x[n:]),)
+    return tiles
 
 
 # ---- forward ----------------------------------------------------------------------------------
@@ -250,6 +368,14 @@ def times_column(acc, x):
 
 
 @gluon.jit
+def times(acc, x):
+    out = ()
+    for c in gl.static_range(len(acc)):
+        out = out + (acc[c] * x,)
+    return out
+
+
+@gluon.jit
 def keep(tile, acc):
     """Put sums into a tile of shared memory."""
     for c in gl.static_range(len(acc)):
@@ -257,10 +383,11 @@ def keep(tile, acc):
 
 
 @gluon.jit
-def forward_kernel(q0, q1, k0, k1, v0, v1, out0, out1, lse2, start, stop, sink_k, sink_v, scale2,
-                   Tq, Hkv, P: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
-                   M: gl.constexpr, N: gl.constexpr):
-    """out and lse2 of a block of packed rows."""
+def forward_kernel(q0, q1, k0, k1, v0, v1, out0, out1, kept0, kept1, lse2, start, stop, sink_k,
+                   sink_v, gain, cos, sin, eps, scale2, Tq, Hkv, P: gl.constexpr, D0: gl.constexpr,
+                   D1: gl.constexpr, M: gl.constexpr, N: gl.constexpr, W: gl.constexpr):
+    """out and lse2 of a block of packed rows; with a gain, q is normed and rotated first, and
+    kept."""
     q, keys, values, out = pair(q0, q1), pair(k0, k1), pair(v0, v1), pair(out0, out1)
     d: gl.constexpr = D0 + D1
     R: gl.constexpr = gl.SliceLayout(1, accumulator(N))
@@ -281,6 +408,10 @@ def forward_kernel(q0, q1, k0, k1, v0, v1, out0, out1, lse2, start, stop, sink_k
     m, total = gl.full((M,), -1e30, gl.float32, R), gl.zeros((M,), gl.float32, R)
     acc = zeros(values, M)
     mbarrier.wait(bars.index(4), 0)
+    if gain is not None:
+        norm_rotate(q_tile, gain, cos, sin, eps, b, t0, Tq, P, M, W)
+    if kept0 is not None:
+        send(pair(kept0, kept1), q_tile, b, t0, head)
     for i in range(n):
         at, phase, j0 = i % 2, i // 2 & 1, lo + i * N
         k, v = of(k_tiles, at), of(v_tiles, at)
@@ -304,6 +435,7 @@ def forward_kernel(q0, q1, k0, k1, v0, v1, out0, out1, lse2, start, stop, sink_k
     if sink_k is not None:
         m, total, acc = with_sink(m, total, acc, q_tile, k_sink, v_sink, scale2)
     safe = gl.where(total > 0, total, 1.0)
+    tma.store_wait(0)
     keep(q_tile, times_column(acc, 1.0 / safe))
     send(out, q_tile, b, t0, head)
     r = t0 * P + gl.arange(0, M, R)
@@ -349,17 +481,27 @@ def of_rows(q, out, do, lse, sink_k, sink_v, dsink_k, dsink_v, scale, scale2, b,
 
 
 @gluon.jit
+def add_to_row(row, x):
+    """Add the sums over the rows of tiles that stand side by side to a row of memory."""
+    for i in gl.static_range(len(x)):
+        c = i * x[0].shape[1] + gl.arange(0, x[i].shape[1], gl.SliceLayout(0, x[i].type.layout))
+        gl.store(row + c, gl.load(row + c) + gl.sum(x[i], 0))
+
+
+@gluon.jit
 def row_sum(a, b, layout: gl.constexpr):
     return gl.convert_layout(gl.sum(a.to(gl.float32) * b.to(gl.float32), 1), layout)
 
 
 @gluon.jit
-def dq_kernel(q_rows, out_rows, do_rows, q0, q1, do0, do1, k0, k1, v0, v1, dq0, dq1, lse2, numbers,
-              dsink, start, stop, sink_k, sink_v, scale, scale2, Tq, Hkv, stride, sink_rows,
-              G: gl.constexpr, P: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
-              M: gl.constexpr, N: gl.constexpr):
-    """dq of a block of packed rows; on the way lse2 and delta, as the next kernel needs them, and
-    the block's part of the sink's gradients, in its own row: no atomics, same bits every time."""
+def dq_kernel(q_rows, out_rows, do_rows, q0, q1, x0, x1, do0, do1, k0, k1, v0, v1, dq0, dq1, lse2,
+              numbers, dsink, start, stop, sink_k, sink_v, gain, cos, sin, dgain, eps, scale,
+              scale2, Tq, Hkv, stride, sink_rows, G: gl.constexpr, P: gl.constexpr,
+              D0: gl.constexpr, D1: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+              W: gl.constexpr):
+    """dq of a block of packed rows, or with a gain that of x, which q was before its norm; on the
+    way lse2 and delta, as the next kernel needs them, and the block's part of the gain's and of the
+    sink's gradients, in its own rows: no atomics, same bits every time."""
     q, do, keys, values = pair(q0, q1), pair(do0, do1), pair(k0, k1), pair(v0, v1)
     d: gl.constexpr = D0 + D1
     R: gl.constexpr = gl.SliceLayout(1, accumulator(N))
@@ -367,9 +509,14 @@ def dq_kernel(q_rows, out_rows, do_rows, q0, q1, do0, do1, k0, k1, v0, v1, dq0, 
     block = gl.num_programs(1) - 1 - gl.program_id(1)
     t0 = block * (M // P)
     q_tile, do_tile, k_tiles, v_tile = room(q, 1), room(do, 1), room(keys, 2), room(values, 1)
-    q_tile, do_tile, v_tile, bars = of(q_tile, 0), of(do_tile, 0), of(v_tile, 0), barriers(5)
+    q_tile, do_tile, v_tile, bars = of(q_tile, 0), of(do_tile, 0), of(v_tile, 0), barriers(6)
     fetch(q, q_tile, bars.index(3), b, t0, head)
     fetch(do, do_tile, bars.index(4), b, t0, head)
+    x_tile = q_tile
+    if gain is not None:
+        x = pair(x0, x1)
+        x_tile = of(room(x, 1), 0)
+        fetch(x, x_tile, bars.index(5), b, t0, head)
     begin, end, lo, left, right, hi = query_block(start, stop, b, t0, Tq, P, M, R)
     n = gl.cdiv(hi - lo, N)
     for i in gl.static_range(2):
@@ -417,7 +564,12 @@ def dq_kernel(q_rows, out_rows, do_rows, q0, q1, do0, do1, k0, k1, v0, v1, dq0, 
             fetch(keys, k, bars.index(at), b, j0 + 2 * N, head)
     if sink_k is not None:
         acc = plus_sink(acc, ds_sink, sink_of(sink_k, D0, D1))
-    keep(q_tile, times_column(acc, gl.full((M,), 1.0, gl.float32, R) * scale))
+    acc = times(acc, scale)
+    if gain is not None:
+        mbarrier.wait(bars.index(5), 0)
+        acc, of_gain = norm_rotate_gradient(acc, x_tile, gain, cos, sin, eps, b, t0, Tq, P, M, W)
+        add_to_row(dgain + (gl.program_id(0) * gl.num_programs(1) + block) * d, of_gain)
+    keep(q_tile, acc)
     send(pair(dq0, dq1), q_tile, b, t0, head)
     tma.store_wait(0)
 
@@ -521,8 +673,7 @@ def dkv_kernel(q0, q1, do0, do1, k0, k1, v0, v1, dk0, dk1, dv0, dv1, numbers, st
                 fetch_queries(q, do, numbers, q_tile, do_tile, its.index(at), bars.index(at), b,
                               t0 + 2 * T, head, P, M, d)
         mbarrier.wait(bars.index(3), 0)
-        add_to(dk_tile, times_column(dk_acc, gl.full((N,), 1.0, gl.float32, gl.SliceLayout(1, L))
-                                     * scale))
+        add_to(dk_tile, times(dk_acc, scale))
         add_to(dv_tile, dv_acc)
         send(dk, dk_tile, b, j0, head)
         send(dv, dv_tile, b, j0, head)
@@ -537,6 +688,9 @@ def tiles(rows: int, Hkv: int, *tensors: Tensor) -> list[TensorDescriptor | None
     of a cache's."""
     pairs = []
     for tensor in tensors:
+        if tensor is None:
+            pairs += [None, None]
+            continue
         x = tensor.unflatten(2, (Hkv, -1)) if Hkv else tensor.unsqueeze(3)
         P = triton.next_power_of_2(x.size(3))
         dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
@@ -548,22 +702,27 @@ def tiles(rows: int, Hkv: int, *tensors: Tensor) -> list[TensorDescriptor | None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, sink_k: Tensor | None,
-            sink_v: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`attention.attention_forward`; q and the sink are contiguous."""
+            sink_v: Tensor | None, norm: tuple[Tensor, ...] | None = None,
+            keep: bool = False) -> tuple[Tensor, ...]:
+    """`attention.attention_forward`; q and the sink are contiguous. With a norm (its gain, and
+    cos and sin (B, Tq, d / 2)), q is normed and rotated first; `keep`: and the third result."""
     (B, Tq, H, d), Hkv = q.shape, k.size(2)
     P, N, (D0, D1) = triton.next_power_of_2(H // Hkv), of_size(KEYS, d), split_head(d)
     out, lse2 = torch.empty_like(q), q.new_empty(B, Hkv, Tq * P, dtype=torch.float32)
+    kept = torch.empty_like(q) if keep else None
     forward_kernel[B * Hkv, triton.cdiv(Tq * P, ROWS)](
-        *tiles(ROWS, Hkv, q), *tiles(N, 0, k, v), *tiles(ROWS, Hkv, out), lse2, start, stop,
-        sink_k, sink_v, d ** -0.5 * LOG2E, Tq, Hkv, P=P, D0=D0, D1=D1, M=ROWS, N=N,
-        num_warps=WARPS)
-    return out, lse2
+        *tiles(ROWS, Hkv, q), *tiles(N, 0, k, v), *tiles(ROWS, Hkv, out, kept), lse2, start, stop,
+        sink_k, sink_v, *(norm or NOTHING), EPS, d ** -0.5 * LOG2E, Tq, Hkv, P=P, D0=D0, D1=D1,
+        M=ROWS, N=N, W=(D1 or D0) // 2, num_warps=WARPS)
+    return (out, lse2, kept) if keep else (out, lse2)
 
 
 def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor, start: Tensor,
              stop: Tensor, sink_k: Tensor | None, sink_v: Tensor | None, dk: Tensor, dv: Tensor,
-             dsink: Tensor | None) -> Tensor:
-    """`attention.attention_backward`; do, q and the sink are contiguous."""
+             dsink: Tensor | None, norm: tuple[Tensor, ...] | None = None,
+             x: Tensor | None = None, dgain: Tensor | None = None) -> Tensor:
+    """`attention.attention_backward`; do, q and the sink are contiguous. With the norm that made q
+    of x, the gradient of x; the gain's is added to the rows of dgain (`programs` or more, d)."""
     (B, Tq, H, d), (_, S, Hkv, _) = q.shape, k.shape
     P, N, (D0, D1) = triton.next_power_of_2(H // Hkv), of_size(KEYS, d), split_head(d)
     # lse2 and delta, in turn, in rows that begin where the copy engine may begin, too
@@ -571,10 +730,10 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Ten
     dq, M, registers = torch.empty_like(q), *of_size(QUERIES, d)
     scales = d ** -0.5, d ** -0.5 * LOG2E
     dq_kernel[B * Hkv, triton.cdiv(Tq * P, ROWS)](
-        q, out, do, *tiles(ROWS, Hkv, q, do), *tiles(N, 0, k, v), *tiles(ROWS, Hkv, dq), lse2,
-        numbers, dsink, start, stop, sink_k, sink_v, *scales, Tq, Hkv, numbers.size(1),
-        0 if dsink is None else dsink.size(1), G=H // Hkv, P=P, D0=D0, D1=D1, M=ROWS, N=N,
-        num_warps=WARPS)
+        q, out, do, *tiles(ROWS, Hkv, q, x, do), *tiles(N, 0, k, v), *tiles(ROWS, Hkv, dq), lse2,
+        numbers, dsink, start, stop, sink_k, sink_v, *(norm or NOTHING), dgain, EPS, *scales, Tq,
+        Hkv, numbers.size(1), 0 if dsink is None else dsink.size(1), G=H // Hkv, P=P, D0=D0, D1=D1,
+        M=ROWS, N=N, W=(D1 or D0) // 2, num_warps=WARPS)
     dkv_kernel[B * Hkv, triton.cdiv(S, ROWS)](
         *tiles(M, Hkv, q, do), *tiles(ROWS, 0, k, v, dk, dv),
         TensorDescriptor.from_tensor(numbers[:, :Tq * P], [2, M], gl.NVMMASharedLayout(0, 32, 2)),
@@ -582,3 +741,9 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Ten
         CHUNK=min(1024, max(32, triton.next_power_of_2(Tq))), M=M, N=ROWS, num_warps=WARPS,
         maxnreg=registers)
     return dq
+
+
+def programs(q: Tensor, k: Tensor) -> int:
+    """Of dq's kernel."""
+    (B, Tq, H, _), Hkv = q.shape, k.size(2)
+    return B * Hkv * triton.cdiv(Tq * triton.next_power_of_2(H // Hkv), ROWS)

@@ -16,6 +16,7 @@ are projected together, d head size (its halves are rotated), k channels.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -99,6 +100,10 @@ class Gain:
             total = self.partial.flatten(0, -self.weight.dim() - 1).sum(0)
             self.weight.grad = total if self.weight.grad is None else self.weight.grad.add_(total)
             self.partial.zero_()
+
+    def has_rows(self, n: int) -> bool:
+        """Are there rows for n programs?"""
+        return self.partial is None or n <= len(self.partial)
 
     def rows(self, *rows: int) -> Tensor:
         """`partial`, or zeros (*rows, *shape) for one call alone."""
@@ -305,6 +310,17 @@ def split_heads(x: Tensor, n_head: int, q_gain: Gain, k_gain: Gain | None, cos: 
     queries and keys normed and rotated by cos, sin (..., d / 2) float32."""
     return SplitHeads.apply(x, n_head, q_gain.weight, k_gain and k_gain.weight, (q_gain, k_gain),
                             cos, sin)
+
+
+@dataclass
+class Projected:
+    """Queries x (B, T, H, d) as projected, for whoever norms and rotates them on the way."""
+
+    x: Tensor
+    gain: Gain
+
+    def rotated(self, cos: Tensor, sin: Tensor) -> Tensor:
+        return split_heads(self.x.flatten(-2), self.x.size(-2), self.gain, None, cos, sin)[0]
 
 
 # ---- the pool's channels, into the cache and out of its gradient -------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 from attention import Cache, Rows, Sink
 from kernels import attention as triton_attention
 from kernels.compiled import merge_own, own_gradients
-from kernels.norms import Gain, store, take
+from kernels.norms import Gain, Projected, store, take
 
 FEW = 8  # so few queries of a row are decoding: then programs share the keys
 
@@ -37,6 +37,10 @@ def read(q: Tensor, k: Tensor, v: Tensor, rows: Rows, sink: Sink | None,
     forward = triton_attention.decode_forward if few else triton_attention.attention_forward
     sums = forward(q, k, v, rows.start, rows.stop, *(sink or ()))
     return merge_own(q, *own, *sums) if own else sums
+
+
+def norm_of(gain: Gain | None, rows: Rows) -> tuple[Tensor, ...] | None:
+    return gain and (gain.weight, rows.cos, rows.sin)
 
 
 class TapeCache(Cache):
@@ -74,13 +78,22 @@ class TapeCache(Cache):
         else:
             store(projected, gain, rows.cos, rows.sin, rows.columns, self.k_all, self.v_all)
 
-    def attend(self, q: Tensor, channel: int, rows: Rows, *own: Tensor) -> Tensor:
+    def attend(self, q: Tensor | Projected, channel: int, rows: Rows, *own: Tensor) -> Tensor:
         """`Cache.attend`; with `own`, each query reads one more entry (B, T, Hkv, d) of its own."""
-        sink = self.sinks[channel]
-        if not torch.is_grad_enabled():
-            return read(q, self.k[channel], self.v[channel], rows, sink, *own)[0]
-        out, self.link = Read.apply(self.link, q, self.tape, channel, rows, sink, *own)
-        return out
+        k, v, sink, gain = self.k[channel], self.v[channel], self.sinks[channel], None
+        if isinstance(q, Projected):
+            if q.x.size(1) > FEW and triton_attention.takes_projected(q.x, k, q.gain):
+                q, gain = q.x, q.gain
+            else:
+                q = q.rotated(rows.cos, rows.sin)
+        if torch.is_grad_enabled():
+            out, self.link = Read.apply(self.link, q, gain and gain.weight, gain, self.tape,
+                                        channel, rows, sink, *own)
+            return out
+        if gain:
+            return triton_attention.attention_forward(
+                q, k, v, rows.start, rows.stop, *(sink or ()), norm=norm_of(gain, rows))[0]
+        return read(q, k, v, rows, sink, *own)[0]
 
     def first(self, n: int) -> "TapeCache":
         return TapeCache(self.k_all[:, :, :n], self.v_all[:, :, :n], self.sink, self.folded)
@@ -207,31 +220,42 @@ class WriteProjected(torch.autograd.Function):
 
 class Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, link, q, tape, channel, rows, sink, *own):
-        """`TapeCache.attend`, and a new link."""
+    def forward(ctx, link, q, weight, gain, tape, channel, rows, sink, *own):
+        """`TapeCache.attend`, and a new link; with a gain (and its weight) q is as projected."""
         ctx.set_materialize_grads(False)
-        ctx.tape, ctx.channel, ctx.rows, ctx.sink = tape, channel, rows, sink
+        ctx.tape, ctx.channel, ctx.rows, ctx.sink, ctx.gain = tape, channel, rows, sink, gain
         ctx.n, tape.untouched = len(tape.undo), False
         k, v = tape.k[channel], tape.v[channel]
-        out, lse2 = read(q, k, v, rows, None, *own) if own else triton_attention.attention_forward(
-            q, k, v, rows.start, rows.stop, *(sink or ()))
-        ctx.save_for_backward(q, out, lse2, *own)
+        if own:
+            out, lse2, *normed = read(q, k, v, rows, None, *own)
+        else:
+            out, lse2, *normed = triton_attention.attention_forward(
+                q, k, v, rows.start, rows.stop, *(sink or ()), norm=norm_of(gain, rows),
+                keep=gain is not None)
+        ctx.save_for_backward(q, out, lse2, *normed, *own)
         return out, link.clone()
 
     @staticmethod
     def backward(ctx, d_out, d_link):
-        """dq and the own entries'; the gradients of keys, values and sink are added to the tape's.
-        With the output and the sum of all entries, the others' part is that of any attention."""
-        tape, j, rows = ctx.tape, ctx.channel, ctx.rows
+        """dq, the gain's and the own entries'; the gradients of keys, values and sink are added to
+        the tape's. With the output and the sum of all entries, the others' part is that of any
+        attention."""
+        tape, j, rows, gain = ctx.tape, ctx.channel, ctx.rows, ctx.gain
         if d_out is None:  # nobody read it: the last block, in a pass before the last
             return d_link, *(None,) * (len(ctx.needs_input_grad) - 1)
         tape.rewind(ctx.n)
         q, out, lse2, *own = ctx.saved_tensors
         k, v, (dk, dv) = tape.k[j], tape.v[j], (total[j] for total in tape.gradient())
+        x = partial = None
+        if gain:
+            x, q, own = q, *own, ()
+            partial = gain.rows(triton_attention.group.programs(q, k))
         dsink = ctx.sink and tape.sink_sums(triton_attention.sink_rows(q, k))[j]
-        dq = triton_attention.attention_backward(d_out, q, k, v, out, lse2, rows.start, rows.stop,
-                                                 *(ctx.sink or (None, None)), dk, dv, dsink)
+        dq = triton_attention.attention_backward(
+            d_out, q, k, v, out, lse2, rows.start, rows.stop, *(ctx.sink or (None, None)), dk, dv,
+            dsink, norm_of(gain, rows), x, partial)
         d_own = ()
         if own:
             dq, *d_own = own_gradients(d_out, q, *own, out, lse2, dq)
-        return d_link, dq, None, None, None, None, *d_own
+        d_gain = gain.total(partial) if gain else None
+        return d_link, dq, d_gain, None, None, None, None, None, *d_own

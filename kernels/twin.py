@@ -25,7 +25,7 @@ from kernels.choose import choose
 from kernels.compiled import rms_norm
 from kernels.known import hooked
 from kernels.linear import Linear, Waiting, linear
-from kernels.norms import Gain, add_norm, split_heads
+from kernels.norms import Gain, Projected, add_norm, split_heads
 from kernels.pool import Folded, fold, fold_up_to
 from kernels.swiglu import swiglu
 from kernels.tape import TapeCache, attend
@@ -91,12 +91,15 @@ def states(self, x: Tensor, rows: Rows, cache: TapeCache | None = None, first: i
     if first < end:
         a = rms_norm(x, self.blocks[first].attn_norm.weight)
     for layer in range(first, end):
-        block = self.blocks[layer]
+        block, H = self.blocks[layer], self.config.n_head
         parts, k_gain = (block.q_proj,), None
         if block.has_kv:
             parts, k_gain = (block.q_proj, block.k_proj, block.v_proj), block.k_norm.gain
-        q, k, v = split_heads(linear(a, *parts), self.config.n_head, block.q_norm.gain, k_gain,
-                              rows.cos, rows.sin)
+        x_heads = linear(a, *parts)
+        if self.reads_projected:
+            q = Projected(x_heads.unflatten(-1, (H, -1)), block.q_norm.gain)
+        else:
+            q, k, v = split_heads(x_heads, H, block.q_norm.gain, k_gain, rows.cos, rows.sin)
         own.append((k, v) if block.has_kv else None)
         attended = self.attend(layer, q, h, own, rows, cache).flatten(-2)  # (B, T, H d)
         x, a, _ = add_norm(x, linear(attended, block.o_proj), block.mlp_norm.gain)
@@ -203,6 +206,8 @@ def twin(model: Decoder, dtype: torch.dtype, training: bool, unknown: set[str]) 
     other = stand_in(model, fused and training)
     other.__class__ = type("Fast" + type(model).__name__, tuple(bases), methods)
     other.dtype = dtype
+    # then what has its queries is the cache alone
+    other.reads_projected = TwinPool in bases and "decoding" not in unknown
     linears = [m for m in other.modules() if isinstance(m, Linear)]
     other.copied = [m.weight.detach() for m in (other.embed, *linears)]
     sizes = [w.numel() for w in other.copied]

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
-from exact import case, close, gradients, reference
+from exact import case, close, gradients, norm_rotate, reference
 from interpreted import DEVICE, GPU
 
+from attention import Rows
 from kernels import attention as kernels
+from kernels.norms import Gain, Projected
+from kernels.tape import FEW, TapeCache
+from model import rotary_tables
 
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="a Hopper GPU is needed")
@@ -70,14 +74,68 @@ def test_forward_and_gradients(name, dtype, monkeypatch):
         assert errors[0] < max(2 * step, 1.5 * errors[1]), errors
 
 
+def as_projected(q):
+    """Inputs of `norm_rotate` in place of queries."""
+    B, T, _, d = q.shape
+    cos, sin = rotary_tables(torch.randint(0, 900, (B, T)).to(DEVICE), d)
+    return 3 * q, 1 + 0.3 * torch.randn(d, device=DEVICE), cos, sin
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_norm_and_rotation_on_the_way(name, dtype):
+    """The same from queries as they are projected, and the gain's gradient."""
+    (q, k, v, start, stop, *sink), do = case(**CASES[name], dtype=dtype)
+    x, gain, cos, sin = as_projected(q)
+    leaves = [x.double().requires_grad_(), gain.double().requires_grad_()]
+    normed = norm_rotate(*leaves, cos.double(), sin.double())
+    expected, (dq, *others) = gradients([normed, k, v, start, stop, *sink], do)
+    expected = [expected, *torch.autograd.grad(normed, leaves, dq), *others]
+    results = []
+    for late in (True, False):
+        own = Gain(gain, kernels.group.programs(q, k))
+        cache = TapeCache(k[None], v[None], None if sink[0] is None else [s[None] for s in sink])
+        rows = Rows(slice(0, None, 1), start, stop, cos, sin)
+        projected = Projected(x.clone().requires_grad_(), own)
+        assert kernels.takes_projected(projected.x, k, own)
+        given = projected if late else projected.rotated(cos, sin)
+        with torch.no_grad():
+            without = cache.attend(given, 0, rows)
+        out = cache.attend(given, 0, rows)
+        assert x.size(1) <= FEW or torch.equal(without, out)
+        out.backward(do)
+        sinks = [] if sink[0] is None else [s.sum(1)[0] for s in cache.tape.dsink.unbind(1)]
+        results.append([out, projected.x.grad, own.partial.sum(0), cache.tape.dk[0],
+                        cache.tape.dv[0], *sinks])
+    step = torch.finfo(dtype).eps
+    for mine, other, theirs in zip(*results, expected, strict=True):
+        norm = theirs.norm()
+        errors = [((a.double() - theirs).norm() / norm).item() for a in (mine, other)]
+        assert errors[0] < max(2 * step, 1.5 * errors[1]), errors
+
+
+def test_too_few_rows_for_the_gain():
+    """Then the norm is a kernel of its own."""
+    (q, k, *_), _ = case(**CASES["paper"], dtype=torch.bfloat16)
+    n = kernels.group.programs(q, k)
+    gain = torch.ones(q.size(-1), device=DEVICE)
+    for rows, serves in (((), True), ((n,), True), ((n - 1,), False)):
+        assert kernels.takes_projected(q, k, Gain(gain, *rows)) == serves
+
+
 def test_same_bits_every_time():
     inputs, do = case(**CASES["paper"], dtype=torch.bfloat16)
-    k, sink = inputs[1], inputs[5]
+    q, k, *_, sink, _ = inputs
+    x, *norm = as_projected(q)
     results = []
     for _ in range(3):
         running = torch.zeros(2, *k.shape).to(k)
         dsink = torch.zeros(2, kernels.sink_rows(*inputs[:2]), *sink.shape, device=DEVICE)
-        results.append([*run(inputs, do, running, dsink), running, dsink])
+        dgain = torch.zeros(kernels.group.programs(q, k), q.size(-1), device=DEVICE)
+        out, lse2, kept = kernels.attention_forward(x, *inputs[1:], norm=norm, keep=True)
+        dx = kernels.attention_backward(do, kept, *inputs[1:3], out, lse2, *inputs[3:], *running,
+                                        dsink, norm, x, dgain)
+        results.append([*run(inputs, do, running, dsink), kept, dx, dgain, running, dsink])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
 
