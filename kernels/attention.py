@@ -51,6 +51,7 @@ CONFIGS = {
     ("forward", "group"): {96: (64, 64, 4, 3), 128: (64, 64, 4, 2)},
     ("forward", "full"): {64: (128, 128, 8, 2), 96: (128, 64, 8, 2, 128), 128: (128, 64, 8, 2)},
     ("forward", "decode"): {64: (16, 128, 4, 3), 128: (16, 64, 4, 3)},
+    ("rows", "group"): {96: (32, 64, 1, 1), 128: (32, 64, 2, 1)},
     ("dq", "group"): {96: (64, 64, 4, 3), 128: (64, 64, 4, 2)},
     ("dq", "full"): {128: (64, 64, 4, 2)},
     ("dkv", "group"): {64: (64, 64, 4, 2), 96: (32, 64, 4, 2, 168), 128: (32, 64, 4, 2)},
@@ -150,8 +151,13 @@ def row_dot(a, b, D1: tl.constexpr):
 
 
 @triton.jit
-def add_row(ptr, x):
-    tl.store(ptr, tl.load(ptr) + x)
+def add_to_row(ptr, before, weight, x, D0: tl.constexpr, D1: tl.constexpr):
+    """Store what was before (1, d) and the sum over rows of weight * x."""
+    tl.store(ptr + tl.arange(0, D0)[None, :],
+             before[0] + tl.sum(weight[:, None] * x[0].to(tl.float32), 0, keep_dims=True))
+    if D1 > 0:
+        tl.store(ptr + D0 + tl.arange(0, D1)[None, :],
+                 before[1] + tl.sum(weight[:, None] * x[1].to(tl.float32), 0, keep_dims=True))
 
 
 @triton.jit
@@ -289,6 +295,50 @@ def merge_kernel(part, part_lse2, out, lse2, B, Tq, H, Hkv, G: tl.constexpr, P: 
 
 
 @triton.jit
+def rows_of(q, out, do, lse2, dsink, sink_k, sink_v, scale, scale2, b, block, head, Tq, Hkv,
+            sink_rows, G: tl.constexpr, P: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+            BLOCK_M: tl.constexpr):
+    """Of a block's packed rows q, do, lse2 and delta = rowsum(do * out); and ds of the sink, which
+    is one more column. The block's part of the sink's gradients is added to a row of its own: no
+    atomics, same bits every time. All is asked for before anything is computed."""
+    d: tl.constexpr = D0 + D1
+    rows, exists = query_rows(b, block * (BLOCK_M // P), head, Tq, Hkv, G, P, d, BLOCK_M)
+    do = load_rows(do, rows, exists, D0, D1)
+    out = load_rows(out, rows, exists, D0, D1)
+    q = load_rows(q, rows, exists, D0, D1)
+    r = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    lse = tl.load(lse2 + (b * Hkv + head) * Tq * P + r, r < Tq * P, 0.0)
+    if sink_k is not None:
+        sink_k, sink_v = load_sink(sink_k + head * d, D0, D1), load_sink(sink_v + head * d, D0, D1)
+        dsink_k = dsink + ((b * tl.num_programs(1) + block) * Hkv + head) * d
+        dsink_v = dsink_k + sink_rows * Hkv * d
+        dk, dv = load_sink(dsink_k, D0, D1), load_sink(dsink_v, D0, D1)
+    delta = row_dot(do, out, D1)
+    ds = delta
+    if sink_k is not None:
+        p = tl.exp2(row_dot(q, sink_k, D1) * scale2 - lse)
+        ds = p * (row_dot(do, sink_v, D1) - delta)
+        add_to_row(dsink_k, dk, ds * scale, q, D0, D1)
+        add_to_row(dsink_v, dv, p, do, D0, D1)
+    return q, do, lse, delta, ds
+
+
+@triton.jit
+def rows_kernel(q, out, do, lse2, numbers, dsink, sink_k, sink_v, scale, scale2, Tq, Hkv, stride,
+                sink_rows, G: tl.constexpr, P: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+                BLOCK_M: tl.constexpr):
+    """lse2, delta and the sink's ds in rows of `numbers` (3 B Hkv, stride), in turn."""
+    b, head, block = tl.program_id(0) // Hkv, tl.program_id(0) % Hkv, tl.program_id(1)
+    _, _, lse, delta, ds = rows_of(q, out, do, lse2, dsink, sink_k, sink_v, scale, scale2, b,
+                                   block, head, Tq, Hkv, sink_rows, G, P, D0, D1, BLOCK_M)
+    r = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    numbers += 3 * tl.program_id(0) * stride + r
+    tl.store(numbers, lse, r < Tq * P)
+    tl.store(numbers + stride, delta, r < Tq * P)
+    tl.store(numbers + 2 * stride, ds, r < Tq * P)
+
+
+@triton.jit
 def dq_kernel(q, out, do, k0, k1, v0, v1, dq0, dq1, lse2, delta, dsink,
               start, stop, sink_k, sink_v, scale, scale2, Tq, Hkv, sink_rows, G: tl.constexpr,
               P: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -300,31 +350,12 @@ def dq_kernel(q, out, do, k0, k1, v0, v1, dq0, dq1, lse2, delta, dsink,
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     t0 = block * (BLOCK_M // P)
     begin, end, lo, left, right, hi = query_block(start, stop, b, t0, Tq, P, BLOCK_M)
-    rows, exists = query_rows(b, t0, head, Tq, Hkv, G, P, d, BLOCK_M)
-    q = load_rows(q, rows, exists, D0, D1)
-    do = load_rows(do, rows, exists, D0, D1)
+    q, do, lse, row_delta, ds_sink = rows_of(q, out, do, lse2, dsink, sink_k, sink_v, scale,
+                                             scale2, b, block, head, Tq, Hkv, sink_rows, G, P, D0,
+                                             D1, BLOCK_M)
     r = t0 * P + tl.arange(0, BLOCK_M)
-    packed = (b * Hkv + head) * Tq * P + r
-    lse = tl.load(lse2 + packed, r < Tq * P, 0.0)
-    row_delta = row_dot(do, load_rows(out, rows, exists, D0, D1), D1)
-    tl.store(delta + packed, row_delta, r < Tq * P)
-
+    tl.store(delta + (b * Hkv + head) * Tq * P + r, row_delta, r < Tq * P)
     acc0, acc1 = zeros_pair(BLOCK_M, D0, D1)
-    ds_sink = row_delta
-    if sink_k is not None:  # one more column
-        p_sink = tl.exp2(row_dot(q, load_sink(sink_k + head * d, D0, D1), D1) * scale2 - lse)
-        ds_sink = p_sink * (row_dot(do, load_sink(sink_v + head * d, D0, D1), D1) - row_delta)
-        # every block has a row of its own to add to: no atomics, same bits every time
-        dsink_k = dsink + ((b * tl.num_programs(1) + block) * Hkv + head) * d
-        dsink_v = dsink_k + sink_rows * Hkv * d
-        weight_k, weight_v = (ds_sink * scale)[:, None], p_sink[:, None]
-        c = tl.arange(0, D0)
-        add_row(dsink_k + c, tl.sum(weight_k * q[0].to(tl.float32), 0))
-        add_row(dsink_v + c, tl.sum(weight_v * do[0].to(tl.float32), 0))
-        if D1 > 0:
-            c1 = D0 + tl.arange(0, D1)
-            add_row(dsink_k + c1, tl.sum(weight_k * q[1].to(tl.float32), 0))
-            add_row(dsink_v + c1, tl.sum(weight_v * do[1].to(tl.float32), 0))
     for part in tl.static_range(0 if EDGES else 2, 3):
         first, last = span(part, lo, left, right, hi, BLOCK_N, EDGES)
         for j0 in tl.range(first, last, BLOCK_N):
@@ -485,7 +516,8 @@ def sink_rows(q: Tensor, k: Tensor) -> int:
     """Rows of the sink's gradient sums that are enough for any number of queries up to S."""
     (B, S, Hkv, _), H = k.shape, q.size(2)
     P = triton.next_power_of_2(H // Hkv)
-    smallest = min(c[0] for kind in ("group", "full") for c in CONFIGS["dq", kind].values())
+    smallest = min(c[0] for (kernel, _), sizes in CONFIGS.items() if kernel in ("rows", "dq")
+                   for c in sizes.values())
     return B * triton.cdiv(S * P, smallest)
 
 
@@ -503,26 +535,32 @@ def attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     P = triton.next_power_of_2(H // Hkv)
     do, q = do.contiguous(), q.contiguous()
     kind = kind_of(q, k)
-    c = config("dq", kind, d)
+    hand = by_hand(kind, q, k, v, dk_acc, dv_acc)
+    c = config("rows" if hand else "dq", kind, d)
     blocks = triton.cdiv(Tq * P, c["BLOCK_M"])
     sink = [x if x is None else x.contiguous() for x in (sink_k, sink_v)]
     rows = 0 if dsink is None else dsink.size(1)
     if sink_k is not None and rows < B * blocks:
         raise ValueError(f"dsink: {B * blocks} rows are needed, there are {rows}")
-    if by_hand(kind, q, k, v, dk_acc, dv_acc):
-        return group.backward(do, q, k, v, out, lse2, start, stop, *sink, dk_acc, dv_acc, dsink,
-                              norm, x, dgain)
+    scales = d ** -0.5, d ** -0.5 * LOG2E
+    if hand:
+        # rows begin where the copy engine may begin to read, too
+        numbers = lse2.new_empty(3 * B * Hkv, triton.cdiv(Tq * P, 4) * 4)
+        rows_kernel[B * Hkv, blocks](
+            q, out, do, lse2, numbers, dsink, *sink, *scales, Tq, Hkv, numbers.size(1), rows,
+            G=H // Hkv, P=P, D0=c["D0"], D1=c["D1"], BLOCK_M=c["BLOCK_M"],
+            num_warps=c["num_warps"])
+        return group.backward(do, q, k, v, numbers, start, stop, sink[0], dk_acc, dv_acc, norm,
+                              x if x is None else x.contiguous(), dgain)
     dq, delta = torch.empty_like(q), torch.empty_like(lse2)
     dq_kernel[B * Hkv, blocks](
         q, out, do, *tiles(c["BLOCK_N"], 0, c, k, v), *tiles(c["BLOCK_M"], Hkv, c, dq), lse2,
-        delta, dsink, start, stop, *sink, d ** -0.5, d ** -0.5 * LOG2E, Tq, Hkv, rows, G=H // Hkv,
-        P=P, **c)
+        delta, dsink, start, stop, *sink, *scales, Tq, Hkv, rows, G=H // Hkv, P=P, **c)
     c = config("dkv", kind, d)
     dkv_kernel[B * Hkv, triton.cdiv(S, c["BLOCK_N"])](
         *tiles(c["BLOCK_M"], Hkv, c, q), k, v, *tiles(c["BLOCK_M"], Hkv, c, do),
-        *tiles(c["BLOCK_N"], 0, c, dk_acc, dv_acc), lse2, delta, start, stop, d ** -0.5,
-        d ** -0.5 * LOG2E, Tq, S, Hkv, *k.stride()[:3], P=P,
-        CHUNK=min(1024, triton.next_power_of_2(Tq)), **c)
+        *tiles(c["BLOCK_N"], 0, c, dk_acc, dv_acc), lse2, delta, start, stop, *scales, Tq, S,
+        Hkv, *k.stride()[:3], P=P, CHUNK=min(1024, triton.next_power_of_2(Tq)), **c)
     return dq
 
 

@@ -14,6 +14,8 @@ there before they are. At documents of 1,000 tokens (one H200, us a layer and gr
 where D1 = 0.
 """
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -160,24 +162,6 @@ def finish(acc):
 def column(x, like):
     """One number for each row of `like`, ready to be broadcast over its columns."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout))[:, None]
-
-
-@gluon.constexpr_function
-def spread(columns):
-    """Layout of rows by so many columns that memory gives; which thread has which rows does not
-    depend on the columns, so that row sums of both tiles add up where they are."""
-    return gl.BlockedLayout([1, columns // 8], [4, 8], [WARPS, 1], [1, 0])
-
-
-@gluon.jit
-def rows_at(b, t0, head, Tq, Hkv, G: gl.constexpr, P: gl.constexpr, M: gl.constexpr,
-            FIRST: gl.constexpr, COLUMNS: gl.constexpr, d: gl.constexpr):
-    """Offsets of packed rows in a contiguous (B, Tq, H, d), which of them exist, and columns."""
-    r = gl.arange(0, M, gl.SliceLayout(1, spread(COLUMNS)))
-    c = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, spread(COLUMNS)))
-    t, g = t0 + r // P, r % P
-    row = ((b * Tq + t).to(gl.int64) * Hkv * G + head * G + g) * d
-    return row[:, None] + c[None, :], ((t < Tq) & (g < G))[:, None], c
 
 
 @gluon.jit
@@ -448,39 +432,6 @@ def forward_kernel(q0, q1, k0, k1, v0, v1, out0, out1, kept0, kept1, lse2, start
 
 
 @gluon.jit
-def of_rows(q, out, do, lse, sink_k, sink_v, dsink_k, dsink_v, scale, scale2, b, t0, head, Tq,
-            Hkv, G: gl.constexpr, P: gl.constexpr, M: gl.constexpr, D0: gl.constexpr,
-            D1: gl.constexpr):
-    """delta = rowsum(do * out) of a block; and of the sink, one more column: ds, and what is added
-    to the block's row of its gradients."""
-    R: gl.constexpr = gl.SliceLayout(1, spread(D0))
-    dos, outs, qs, ks, vs, dks, dvs, columns = (), (), (), (), (), (), (), ()
-    for i in gl.static_range(2 if D1 > 0 else 1):  # all is asked for before anything is computed
-        at, some, c = rows_at(b, t0, head, Tq, Hkv, G, P, M, i * D0, D1 if i > 0 else D0, D0 + D1)
-        dos, outs = dos + (gl.load(do + at, some, 0.0),), outs + (gl.load(out + at, some, 0.0),)
-        if sink_k is not None:
-            qs, columns = qs + (gl.load(q + at, some, 0.0),), columns + (c,)
-            ks, vs = ks + (gl.load(sink_k + c),), vs + (gl.load(sink_v + c),)
-            dks, dvs = dks + (gl.load(dsink_k + c),), dvs + (gl.load(dsink_v + c),)
-    delta = gl.zeros((M,), gl.float32, R)
-    for i in gl.static_range(len(dos)):
-        delta += row_sum(dos[i], outs[i], R)
-    ds = delta
-    if sink_k is not None:
-        s, dp = gl.zeros((M,), gl.float32, R), gl.zeros((M,), gl.float32, R)
-        for i in gl.static_range(len(dos)):
-            s += row_sum(qs[i], ks[i][None, :], R)
-            dp += row_sum(dos[i], vs[i][None, :], R)
-        p = gl.exp2(s * scale2 - gl.convert_layout(lse, R))
-        ds = p * (dp - delta)
-        for i in gl.static_range(len(dos)):
-            dk, dv = column(ds * scale, qs[i]) * qs[i], column(p, dos[i]) * dos[i]
-            gl.store(dsink_k + columns[i], dks[i] + gl.sum(dk, 0))
-            gl.store(dsink_v + columns[i], dvs[i] + gl.sum(dv, 0))
-    return delta, ds
-
-
-@gluon.jit
 def add_to_row(row, x):
     """Add the sums over the rows of tiles that stand side by side to a row of memory."""
     for i in gl.static_range(len(x)):
@@ -489,19 +440,12 @@ def add_to_row(row, x):
 
 
 @gluon.jit
-def row_sum(a, b, layout: gl.constexpr):
-    return gl.convert_layout(gl.sum(a.to(gl.float32) * b.to(gl.float32), 1), layout)
-
-
-@gluon.jit
-def dq_kernel(q_rows, out_rows, do_rows, q0, q1, x0, x1, do0, do1, k0, k1, v0, v1, dq0, dq1, lse2,
-              numbers, dsink, start, stop, sink_k, sink_v, gain, cos, sin, dgain, eps, scale,
-              scale2, Tq, Hkv, stride, sink_rows, G: gl.constexpr, P: gl.constexpr,
-              D0: gl.constexpr, D1: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-              W: gl.constexpr):
-    """dq of a block of packed rows, or with a gain that of x, which q was before its norm; on the
-    way lse2 and delta, as the next kernel needs them, and the block's part of the gain's and of the
-    sink's gradients, in its own rows: no atomics, same bits every time."""
+def dq_kernel(q0, q1, x0, x1, do0, do1, k0, k1, v0, v1, dq0, dq1, numbers, start, stop, sink_k,
+              gain, cos, sin, dgain, eps, scale, scale2, Tq, Hkv, stride, gain_stride,
+              P: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, M: gl.constexpr,
+              N: gl.constexpr, W: gl.constexpr):
+    """dq of a block of packed rows, or with a gain that of x, which q was before its norm, and the
+    block's part of the gain's gradient, in a row of its own."""
     q, do, keys, values = pair(q0, q1), pair(do0, do1), pair(k0, k1), pair(v0, v1)
     d: gl.constexpr = D0 + D1
     R: gl.constexpr = gl.SliceLayout(1, accumulator(N))
@@ -524,23 +468,11 @@ def dq_kernel(q_rows, out_rows, do_rows, q0, q1, x0, x1, do0, do1, k0, k1, v0, v
             fetch(keys, of(k_tiles, i), bars.index(i), b, lo + i * N, head)
     if n > 0:
         fetch(values, v_tile, bars.index(2), b, lo, head)
-    r = gl.arange(0, M, R)
-    row_lse = gl.load(lse2 + gl.program_id(0) * Tq * P + t0 * P + r, t0 * P + r < Tq * P, 0.0)
-    lse = row_lse[:, None]
-    row = ((b * gl.num_programs(1) + block) * Hkv + head) * d
-    dsink_k, dsink_v = dsink, dsink
-    if sink_k is not None:
-        sink_k += head * d
-        sink_v += head * d
-        dsink_k = dsink + row
-        dsink_v = dsink_k + sink_rows * Hkv * d
-    row_delta, ds_sink = of_rows(q_rows, out_rows, do_rows, row_lse, sink_k, sink_v, dsink_k,
-                                 dsink_v, scale, scale2, b, t0, head, Tq, Hkv, G, P, M, D0, D1)
-    row_delta = gl.convert_layout(row_delta, R)
-    numbers += 2 * gl.program_id(0) * stride + t0 * P
-    gl.store(numbers + r, row_lse, t0 * P + r < Tq * P)
-    gl.store(numbers + stride + r, row_delta, t0 * P + r < Tq * P)
-
+    r = t0 * P + gl.arange(0, M, R)
+    numbers += 3 * gl.program_id(0) * stride + r
+    lse = gl.load(numbers, r < Tq * P, 0.0)[:, None]
+    delta = gl.load(numbers + stride, r < Tq * P, 0.0)[:, None]
+    ds_sink = gl.load(numbers + 2 * stride, r < Tq * P, 0.0)
     acc = zeros(keys, M)
     mbarrier.wait(bars.index(3), 0)
     mbarrier.wait(bars.index(4), 0)
@@ -559,16 +491,17 @@ def dq_kernel(q_rows, out_rows, do_rows, q0, q1, x0, x1, do0, do1, k0, k1, v0, v
         dp = warpgroup_mma_wait(0, [dp])
         if i + 1 < n:
             fetch(values, v_tile, bars.index(2), b, j0 + N, head)
-        acc = finish(begin_add(acc, p * (dp - row_delta[:, None]), k))
+        acc = finish(begin_add(acc, p * (dp - delta), k))
         if i + 2 < n:
             fetch(keys, k, bars.index(at), b, j0 + 2 * N, head)
     if sink_k is not None:
-        acc = plus_sink(acc, ds_sink, sink_of(sink_k, D0, D1))
+        acc = plus_sink(acc, ds_sink, sink_of(sink_k + head * d, D0, D1))
     acc = times(acc, scale)
     if gain is not None:
         mbarrier.wait(bars.index(5), 0)
         acc, of_gain = norm_rotate_gradient(acc, x_tile, gain, cos, sin, eps, b, t0, Tq, P, M, W)
-        add_to_row(dgain + (gl.program_id(0) * gl.num_programs(1) + block) * d, of_gain)
+        row = gl.program_id(0) * gl.num_programs(1) + block
+        add_to_row(dgain + row * gain_stride, of_gain)
     keep(q_tile, acc)
     send(pair(dq0, dq1), q_tile, b, t0, head)
     tma.store_wait(0)
@@ -603,7 +536,7 @@ def fetch_queries(q, do, numbers, q_tile, do_tile, its, bar, b, t, head, P: gl.c
     """Ask for packed rows of q and do, and for their lse2 and delta."""
     mbarrier.expect(bar, 4 * M * d + 8 * M)  # bytes: two tiles of half precision, two of numbers
     bring(q, q_tile, bar, b, t, head)
-    tma.async_copy_global_to_shared(numbers, [2 * gl.program_id(0), t * P], bar, its)
+    tma.async_copy_global_to_shared(numbers, [3 * gl.program_id(0), t * P], bar, its)
     bring(do, do_tile, bar, b, t, head)
 
 
@@ -717,30 +650,39 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, sink_k
     return (out, lse2, kept) if keep else (out, lse2)
 
 
-def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor, start: Tensor,
-             stop: Tensor, sink_k: Tensor | None, sink_v: Tensor | None, dk: Tensor, dv: Tensor,
-             dsink: Tensor | None, norm: tuple[Tensor, ...] | None = None,
-             x: Tensor | None = None, dgain: Tensor | None = None) -> Tensor:
-    """`attention.attention_backward`; do, q and the sink are contiguous. With the norm that made q
-    of x, the gradient of x; the gain's is added to the rows of dgain (`programs` or more, d)."""
+def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, start: Tensor,
+             stop: Tensor, sink_k: Tensor | None, dk: Tensor, dv: Tensor,
+             norm: tuple[Tensor, ...] | None, x: Tensor | None, dgain: Tensor | None) -> Tensor:
+    """`attention.attention_backward` after its `rows_kernel`; do, q, x and the sink are contiguous.
+
+    dq's programs have less to do towards the end, and those of dk and dv begin there: both at once
+    take 81 us for 88."""
     (B, Tq, H, d), (_, S, Hkv, _) = q.shape, k.shape
     P, N, (D0, D1) = triton.next_power_of_2(H // Hkv), of_size(KEYS, d), split_head(d)
-    # lse2 and delta, in turn, in rows that begin where the copy engine may begin, too
-    numbers = lse2.new_empty(2 * B * Hkv, triton.cdiv(Tq * P, 4) * 4)
     dq, M, registers = torch.empty_like(q), *of_size(QUERIES, d)
     scales = d ** -0.5, d ** -0.5 * LOG2E
+    here, there = torch.cuda.current_stream(), beside_stream(q.device)
+    there.wait_stream(here)
     dq_kernel[B * Hkv, triton.cdiv(Tq * P, ROWS)](
-        q, out, do, *tiles(ROWS, Hkv, q, x, do), *tiles(N, 0, k, v), *tiles(ROWS, Hkv, dq), lse2,
-        numbers, dsink, start, stop, sink_k, sink_v, *(norm or NOTHING), dgain, EPS, *scales, Tq,
-        Hkv, numbers.size(1), 0 if dsink is None else dsink.size(1), G=H // Hkv, P=P, D0=D0, D1=D1,
-        M=ROWS, N=N, W=(D1 or D0) // 2, num_warps=WARPS)
-    dkv_kernel[B * Hkv, triton.cdiv(S, ROWS)](
-        *tiles(M, Hkv, q, do), *tiles(ROWS, 0, k, v, dk, dv),
-        TensorDescriptor.from_tensor(numbers[:, :Tq * P], [2, M], gl.NVMMASharedLayout(0, 32, 2)),
-        start, stop, *scales, Tq, Hkv, P=P, d=d,
-        CHUNK=min(1024, max(32, triton.next_power_of_2(Tq))), M=M, N=ROWS, num_warps=WARPS,
-        maxnreg=registers)
+        *tiles(ROWS, Hkv, q, x, do), *tiles(N, 0, k, v), *tiles(ROWS, Hkv, dq), numbers, start,
+        stop, sink_k, *(norm or NOTHING), dgain, EPS, *scales, Tq, Hkv, numbers.size(1),
+        0 if dgain is None else dgain.stride(0), P=P, D0=D0, D1=D1, M=ROWS, N=N,
+        W=(D1 or D0) // 2, num_warps=WARPS)
+    with torch.cuda.stream(there):
+        dkv_kernel[B * Hkv, triton.cdiv(S, ROWS)](
+            *tiles(M, Hkv, q, do), *tiles(ROWS, 0, k, v, dk, dv),
+            TensorDescriptor.from_tensor(numbers[:, :Tq * P], [2, M],
+                                         gl.NVMMASharedLayout(0, 32, 2)),
+            start, stop, *scales, Tq, Hkv, P=P, d=d,
+            CHUNK=min(1024, max(32, triton.next_power_of_2(Tq))), M=M, N=ROWS, num_warps=WARPS,
+            maxnreg=registers)
+    here.wait_stream(there)
     return dq
+
+
+@cache
+def beside_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def programs(q: Tensor, k: Tensor) -> int:

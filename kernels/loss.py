@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.linear import add_product
+from kernels.products import add_product, matmul
 from model import upcast
 
 CHUNK = 4096  # tokens; their logits in bfloat16 are 0.4 GB for 50,304 ids
@@ -65,14 +65,14 @@ class CrossEntropy(torch.autograd.Function):
         for i in range(0, len(a), CHUNK):
             chunk = slice(i, i + CHUNK)
             a_ = a[chunk].to(copy.dtype)
-            logits = a_ @ copy.mT
+            logits = matmul(a_, copy.mT, needed)
             nll = logits.new_empty(len(logits), dtype=torch.float32)
             cross_entropy_kernel[len(logits),](
                 logits, targets[chunk], count, nll, V=len(w), GRADIENT=needed,
                 BLOCK=min(BLOCK, triton.next_power_of_2(len(w))), num_warps=WARPS)
             total += nll.sum()
             if needed:  # the logits are their gradient now
-                da[chunk] = logits @ copy
+                da[chunk] = matmul(logits, copy, True)
                 add_product(dw, logits.mT, a_)
         ctx.save_for_backward(da, dw)
         return total / count

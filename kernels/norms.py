@@ -8,7 +8,7 @@ Norms together with what stands beside them, in Triton: one kernel forward, one 
 
 A gain's gradient is a sum over all tokens. Each of PROGRAMS programs keeps its part of it in a
 row of its own, of `Gain.partial` (PROGRAMS, ...), to which all group steps of a micro-step add;
-`Gain.collect` adds up the rows at the end. So there are no atomics, the bits are the same every
+`Gains.collect` adds up the rows at the end. So there are no atomics, the bits are the same every
 time, and no small kernel follows each norm. Without `partial`, autograd adds them up as usual.
 
 Dimensions: N tokens, D width, H query heads, Hkv key-value heads, F = H or H + 2 Hkv heads that
@@ -60,7 +60,7 @@ def add_norm_kernel(x, y, gain, total, normed, rstd, N, eps, D: tl.constexpr, BL
 
 
 @triton.jit
-def add_norm_backward_kernel(dnormed, dtotal, dstate, total, rstd, gain, out, partial, N,
+def add_norm_backward_kernel(dnormed, dtotal, dstate, total, rstd, gain, out, partial, stride, N,
                              D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """out = the gradient of x, and of y; this program's part of the gain's joins its row."""
     c = tl.arange(0, BLOCK)
@@ -81,41 +81,59 @@ def add_norm_backward_kernel(dnormed, dtotal, dstate, total, rstd, gain, out, pa
         if dstate is not None:
             d += tl.load(dstate + at, mask, 0.0).to(tl.float32)
         tl.store(out + at, d.to(out.dtype.element_ty), mask)
-    partial += tl.program_id(0) * D + c
+    partial += tl.program_id(0) * stride + c
     tl.store(partial, tl.load(partial, c < D, 0.0) + tl.sum(dgain, 0), c < D)
 
 
 class Gain:
     """The gain of a norm and, in training, the rows in which programs add up its gradient."""
 
-    def __init__(self, weight: Tensor, *rows: int):
-        """rows: leading shape of `partial`; none: autograd adds up."""
-        self.weight, self.partial = weight, None
-        if rows:
-            self.partial = weight.new_zeros(*rows, *weight.shape, dtype=torch.float32)
-
-    def collect(self):
-        """Move what was added up to weight.grad."""
-        if self.partial is not None:
-            total = self.partial.flatten(0, -self.weight.dim() - 1).sum(0)
-            self.weight.grad = total if self.weight.grad is None else self.weight.grad.add_(total)
-            self.partial.zero_()
+    def __init__(self, weight: Tensor):
+        self.weight = weight
+        # (rows, ..., weight.numel()), of `Gains`; None: autograd adds up
+        self.partial: Tensor = None
 
     def has_rows(self, n: int) -> bool:
         """Are there rows for n programs?"""
         return self.partial is None or n <= len(self.partial)
 
     def rows(self, *rows: int) -> Tensor:
-        """`partial`, or zeros (*rows, *shape) for one call alone."""
+        """`partial`, or zeros (*rows, weight.numel()) for one call alone."""
         if self.partial is not None:
             return self.partial
-        return torch.zeros(*rows, *self.weight.shape, device=self.weight.device)
+        return torch.zeros(*rows, self.weight.numel(), device=self.weight.device)
 
     def total(self, partial: Tensor) -> Tensor | None:
         """The gradient for autograd: None where `partial` is collected at the end."""
         if self.partial is not None:
             return None
-        return partial.flatten(0, -self.weight.dim() - 1).sum(0).to(self.weight.dtype)
+        return partial.flatten(0, -2).sum(0).view_as(self.weight).to(self.weight.dtype)
+
+
+class Gains:
+    """Gains whose rows stand side by side: one kernel adds them all up (16 layers: 0.8 ms less a
+    micro-step than one for each)."""
+
+    def __init__(self, gains: list[Gain], *rows: int):
+        """rows: leading shape of `partial`."""
+        self.gains, self.sizes = gains, [gain.weight.numel() for gain in gains]
+        self.partial = torch.zeros(*rows, sum(self.sizes), device=gains[0].weight.device)
+        for gain, its in zip(gains, self.partial.split(self.sizes, -1)):
+            gain.partial = its
+
+    def collect(self):
+        """Move what was added up to the weights' gradients."""
+        grads, totals = [], []
+        for gain, its in zip(self.gains, self.partial.flatten(0, -2).sum(0).split(self.sizes)):
+            weight = gain.weight
+            if weight.requires_grad:
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                grads.append(weight.grad)
+                totals.append(its.view_as(weight))
+        if grads:
+            torch._foreach_add_(grads, totals)
+        self.partial.zero_()
 
 
 class AddNorm(torch.autograd.Function):
@@ -146,8 +164,8 @@ class AddNorm(torch.autograd.Function):
         partial = gain.rows(PROGRAMS)
         more = [None if d is None else d.contiguous() for d in (dtotal, dstate)]
         add_norm_backward_kernel[PROGRAMS,](
-            dnormed.contiguous(), *more, total, rstd, gain.weight, out, partial, len(rstd), D=D,
-            **config("add_norm_backward", D))
+            dnormed.contiguous(), *more, total, rstd, gain.weight, out, partial, partial.stride(0),
+            len(rstd), D=D, **config("add_norm_backward", D))
         return out, out, gain.total(partial), None
 
 
@@ -232,9 +250,9 @@ def heads_kernel(x, q_gain, k_gain, cos, sin, q, k, v, N, eps, H: tl.constexpr, 
 
 
 @triton.jit
-def heads_backward_kernel(x, gain, cos, sin, dy, dx, partial, N, eps, FIRST, COUNT: tl.constexpr,
-                          F: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-                          ROWS: tl.constexpr):
+def heads_backward_kernel(x, gain, cos, sin, dy, dx, partial, stride, N, eps, FIRST,
+                          COUNT: tl.constexpr, F: tl.constexpr, HALF: tl.constexpr,
+                          BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """Of COUNT heads from FIRST on, which share a gain; dy (N, COUNT, d), x and dx (N, F, d)."""
     d: tl.constexpr = 2 * HALF
     ga, gb = pair(gain, HALF, BLOCK)
@@ -250,7 +268,7 @@ def heads_backward_kernel(x, gain, cos, sin, dy, dx, partial, N, eps, FIRST, COU
         store_halves(dx, at, exists, da, db, HALF, BLOCK)
         sum_a += dga
         sum_b += dgb
-    add_to_partial(partial + tl.program_id(0) * d, sum_a, sum_b, HALF, BLOCK)
+    add_to_partial(partial + tl.program_id(0) * stride, sum_a, sum_b, HALF, BLOCK)
 
 
 @triton.jit
@@ -295,8 +313,8 @@ class SplitHeads(torch.autograd.Function):
             partial = gain.rows(PROGRAMS)
             programs = min(len(partial), triton.cdiv(N * count, c["ROWS"]))
             heads_backward_kernel[programs,](
-                x, gain.weight, cos, sin, grad.contiguous(), dx, partial, N, EPS, first,
-                COUNT=count, F=F, HALF=d // 2, **c)
+                x, gain.weight, cos, sin, grad.contiguous(), dx, partial, partial.stride(0), N,
+                EPS, first, COUNT=count, F=F, HALF=d // 2, **c)
             dgains.append(gain.total(partial))
             first += count
         if dy[2] is not None:

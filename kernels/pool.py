@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.known import pool_fits
-from kernels.linear import add_product
+from kernels.products import add_product, matmul
 from kernels.tape import Collect
 
 # kernel: (tokens of a program, elements of its (LP, BLOCK_D) tile, warps, stages). "states" has its
@@ -422,7 +422,7 @@ class Folded:
         rows = [h.reshape(-1, h.size(-1)) for h in states]
         if len({x.stride(0) for x in rows}) > 1:  # such as one column of many, and new tensors
             rows = [x.clone(memory_format=torch.contiguous_format) for x in rows]
-        projected = Evaluate.apply(self.link, self, *rows)
+        projected = Evaluate.apply(self.link, self, torch.is_grad_enabled(), *rows)
         return projected.view(2, -1, *states[0].shape[:-1], projected.size(-1))
 
 
@@ -430,9 +430,9 @@ class Evaluate(torch.autograd.Function):
     """Mix, norm and project; states (N, D) -> (2 k, N, E)."""
 
     @staticmethod
-    def forward(ctx, link, folded, *states):
+    def forward(ctx, link, folded, recording, *states):
         """The projected channels; through `link` the weights' gradients wait for all evaluations'.
-        """
+        `recording`: is autograd on?"""
         h, f = states[0], folded
         s = Shape(len(states), h.size(1), f.bias.size(1), len(h), f.stride)
         check(states, f, s)
@@ -451,13 +451,13 @@ class Evaluate(torch.autograd.Function):
             states, rstd, f.gain, alpha, out, scale, s.N, s.D, h.stride(0), alpha_stride, **c)
         ctx.folded, ctx.shape, ctx.strides = f, s, (h.stride(0), alpha_stride)
         ctx.save_for_backward(*states, out, x, alpha, rstd, scale)
-        return torch.bmm(out.flatten(0, 1), f.proj.mT)
+        return matmul(out.flatten(0, 1), f.proj.mT, recording)
 
     @staticmethod
     def backward(ctx, dy):
         """The states' gradients, unless they are constants; the weights' are added up in `folded`.
         """
-        f, s, constant = ctx.folded, ctx.shape, not any(ctx.needs_input_grad[2:])
+        f, s, constant = ctx.folded, ctx.shape, not any(ctx.needs_input_grad[3:])
         *states, out, x, alpha, rstd, scale = ctx.saved_tensors
         states = tuple(states)
         states_c, programs = s.of(states_kernel)
@@ -465,14 +465,14 @@ class Evaluate(torch.autograd.Function):
         programs = max(1, programs // blocks)  # along the tokens, each with rows of its own
         dgain, dbias, dproj, drouter = f.add_up(programs)
         add_product(dproj, dy.mT, out.flatten(0, 1))
-        dc = torch.bmm(dy, f.proj).view_as(out)
+        dc = matmul(dy, f.proj, True).view_as(out)
         dalpha = out.new_empty(s.N, 2 * s.K * s.L)
         turn, radial = torch.empty_like(scale), torch.empty_like(rstd)
         c, tokens = s.of(weights_kernel)
         weights_kernel[triton.cdiv(s.N, tokens),](
             states, rstd, f.gain, alpha, scale, dc, dalpha, turn, radial, s.N, s.D, *ctx.strides,
             **c)
-        dx = None if f.router is None or constant else dalpha @ f.router
+        dx = None if f.router is None or constant else matmul(dalpha, f.router, True)
         if dx is not None and not states_c["WHOLE"]:
             c, tokens = s.of(radial_kernel)
             radial_kernel[triton.cdiv(s.N, tokens), c["INPUTS"]](
@@ -484,4 +484,4 @@ class Evaluate(torch.autograd.Function):
         dbias += dalpha.sum(0, dtype=torch.float32).view_as(dbias)
         if drouter is not None:
             add_product(drouter, dalpha.mT, x)
-        return None, None, *([None] * s.L if constant else dh)
+        return None, None, None, *([None] * s.L if constant else dh)

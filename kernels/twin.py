@@ -25,7 +25,7 @@ from kernels.choose import choose
 from kernels.compiled import rms_norm
 from kernels.known import hooked
 from kernels.linear import Linear, Waiting, linear
-from kernels.norms import Gain, Projected, add_norm, split_heads
+from kernels.norms import Gain, Gains, Projected, add_norm, split_heads
 from kernels.pool import Folded, fold, fold_up_to
 from kernels.swiglu import swiglu
 from kernels.tape import TapeCache, attend
@@ -74,8 +74,8 @@ class Twin:
         """Move what was added up on the side into the gradients: the kernels' rows for the gains,
         and products that wait."""
         self.waiting.flush()
-        for gain in self.gains:
-            gain.collect()
+        for gains in self.gains:
+            gains.collect()
 
     def renew(self):
         """Have the copies follow the weights."""
@@ -168,24 +168,22 @@ class TwinRecurrent:
 class TwinNorm(nn.Module):
     """Stands in for an RMSNorm, whose gain it shares."""
 
-    def __init__(self, norm: RMSNorm, training: bool):
+    def __init__(self, norm: RMSNorm):
         super().__init__()
-        self.weight = norm.weight
-        self.gain = Gain(norm.weight, *((norms.PROGRAMS,) if training else ()))
+        self.weight, self.gain = norm.weight, Gain(norm.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight)
 
 
-def stand_in(module: nn.Module, fused: bool) -> nn.Module:
+def stand_in(module: nn.Module) -> nn.Module:
     """A copy of the tree of modules that shares all parameters, with other layers and norms."""
     if type(module) is nn.Linear and module.bias is None and not hooked(module):
         return Linear(module)
     if type(module) is RMSNorm and not hooked(module):
-        return TwinNorm(module, fused)
+        return TwinNorm(module)
     other = copy.copy(module)
-    other._modules = {name: child and stand_in(child, fused)
-                      for name, child in module._modules.items()}
+    other._modules = {name: child and stand_in(child) for name, child in module._modules.items()}
     return other
 
 
@@ -203,7 +201,7 @@ def twin(model: Decoder, dtype: torch.dtype, training: bool, unknown: set[str]) 
         bases.insert(0, TwinNoFeedback)
     if isinstance(model, Recurrent):
         bases.insert(0, TwinRecurrent)
-    other = stand_in(model, fused and training)
+    other = stand_in(model)
     other.__class__ = type("Fast" + type(model).__name__, tuple(bases), methods)
     other.dtype = dtype
     # then what has its queries is the cache alone
@@ -219,12 +217,15 @@ def twin(model: Decoder, dtype: torch.dtype, training: bool, unknown: set[str]) 
     other.waiting = Waiting()
     for module, its in zip(linears, rest):
         module.copy, module.waiting = its, other.waiting
+    other.gains = []
     gains = [m.gain for m in other.modules() if isinstance(m, TwinNorm)]
+    if training and fused and gains:
+        other.gains.append(Gains(gains, norms.PROGRAMS))
     if TwinPool in bases:
-        rows = (norms.STORE_PROGRAMS, model.config.n_kv_head) if training else ()
-        other.key_gain = Gain(model.kv_pool.key_norm, *rows)
-        gains.append(other.key_gain)
-    other.gains = gains
+        other.key_gain = Gain(model.kv_pool.key_norm)
+        if training:
+            other.gains.append(Gains([other.key_gain], norms.STORE_PROGRAMS,
+                                     model.config.n_kv_head))
     other.decodes, other.chooses = not unknown, "choice" not in unknown
     # parameters that are no nn.Linear's meet states in half precision
     other.plainly = not fused or isinstance(model, WhiteMatter) and TwinPool not in bases

@@ -7,7 +7,7 @@ from interpreted import DEVICE, GPU
 
 from attention import Rows
 from kernels import attention as kernels
-from kernels.norms import Gain, Projected
+from kernels.norms import Gain, Gains, Projected
 from kernels.tape import FEW, TapeCache
 from model import rotary_tables
 
@@ -74,6 +74,13 @@ def test_forward_and_gradients(name, dtype, monkeypatch):
         assert errors[0] < max(2 * step, 1.5 * errors[1]), errors
 
 
+def with_rows(weight, n):
+    """A gain, whose rows stand beside another's."""
+    gain = Gain(weight)
+    Gains([Gain(weight), gain], n)
+    return gain
+
+
 def as_projected(q):
     """Inputs of `norm_rotate` in place of queries."""
     B, T, _, d = q.shape
@@ -93,7 +100,7 @@ def test_norm_and_rotation_on_the_way(name, dtype):
     expected = [expected, *torch.autograd.grad(normed, leaves, dq), *others]
     results = []
     for late in (True, False):
-        own = Gain(gain, kernels.group.programs(q, k))
+        own = with_rows(gain, kernels.group.programs(q, k))
         cache = TapeCache(k[None], v[None], None if sink[0] is None else [s[None] for s in sink])
         rows = Rows(slice(0, None, 1), start, stop, cos, sin)
         projected = Projected(x.clone().requires_grad_(), own)
@@ -119,8 +126,9 @@ def test_too_few_rows_for_the_gain():
     (q, k, *_), _ = case(**CASES["paper"], dtype=torch.bfloat16)
     n = kernels.group.programs(q, k)
     gain = torch.ones(q.size(-1), device=DEVICE)
-    for rows, serves in (((), True), ((n,), True), ((n - 1,), False)):
-        assert kernels.takes_projected(q, k, Gain(gain, *rows)) == serves
+    assert kernels.takes_projected(q, k, Gain(gain))
+    assert kernels.takes_projected(q, k, with_rows(gain, n))
+    assert not kernels.takes_projected(q, k, with_rows(gain, n - 1))
 
 
 def test_same_bits_every_time():

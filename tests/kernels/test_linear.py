@@ -1,7 +1,6 @@
 """Gradients of weights that wait for each other (kernels/linear.py) against those of autograd."""
 
 import ctypes
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from interpreted import DEVICE, GPU, close, randn
 from small import random_tokens
 
 from baselines import build
-from kernels import graphs, known, linear, twin
+from kernels import graphs, known, linear, products, twin
 from model import ModelConfig
 from running.optimizers import flat_gradient
 from solvers import solve
@@ -42,13 +41,13 @@ def as_documented(handle, transpose_a, transpose_b, m, n, k, alpha, a, a_type, l
 @pytest.fixture
 def calls(monkeypatch):
     """What is called in one: (E, rows, how many)."""
-    made, gemm = [], linear.batched_gemm() or as_documented
+    made, gemm = [], products.batched_gemm() or as_documented
 
     def call(*arguments):
         made.append((arguments[4], arguments[5], arguments[17]))
         return gemm(*arguments)
 
-    monkeypatch.setattr(linear, "batched_gemm", lambda: call)
+    monkeypatch.setattr(products, "batched_gemm", lambda: call)
     if not GPU:
         monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
     return made
@@ -218,7 +217,7 @@ def test_frozen_weights_get_none(calls):
 
 
 def test_what_cublas_refuses_is_an_error(monkeypatch):
-    monkeypatch.setattr(linear, "batched_gemm", lambda: lambda *arguments: 7)
+    monkeypatch.setattr(products, "batched_gemm", lambda: lambda *arguments: 7)
     if not GPU:
         monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
     layers, waiting = weights(2)
@@ -245,15 +244,6 @@ def test_all_layers_of_a_twin_wait_together(calls):
     close(flat, expected, tol=1e-4)
     # down, gate and up, out, queries; and keys and values, which are no neighbours of these
     assert calls == [(16, N, 3), (64, N, 3), (16, N, 3), (64, N, 3), (32, N, 6)]
-
-
-@pytest.mark.parametrize("has, gpu", [(True, True), (True, False), (False, True)])
-def test_without_the_library_or_a_gpu_there_is_no_such_call(has, gpu, monkeypatch):
-    assert (linear.batched_gemm() is not None) == GPU
-    functions = SimpleNamespace(**{"cublasGemmBatchedEx": SimpleNamespace()} if has else {})
-    monkeypatch.setattr(linear.ctypes, "CDLL", lambda path: functions)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    assert (linear.batched_gemm.__wrapped__() is not None) == (has and gpu)
 
 
 @pytest.mark.gpu

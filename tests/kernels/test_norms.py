@@ -6,7 +6,7 @@ from exact import norm_rotate, split_heads
 from interpreted import DEVICE, close, randn
 
 from kernels import norms
-from kernels.norms import Gain
+from kernels.norms import Gain, Gains
 from model import rms_norm, rotary_tables
 
 
@@ -125,13 +125,16 @@ def test_store_at_a_column_for_each_row():
 def test_sums_on_the_side_are_collected():
     """With rows of its own for each program, a gain's gradient is the same and comes at the end."""
     x, y, weight = randn(2, 22, 24), randn(2, 22, 24, seed=1), 1 + 0.3 * randn(24, seed=2)
-    weight.requires_grad_()
-    for gain in (Gain(weight), Gain(weight, norms.PROGRAMS)):
-        weight.grad = None
+    gains = [Gain(weight.clone().requires_grad_()) for _ in range(4)]
+    frozen = gains[2].weight.requires_grad_(False)
+    together = Gains(gains[1:], norms.PROGRAMS)
+    for i, gain in enumerate(gains):
         for _ in range(2):
-            norms.add_norm(x.requires_grad_(), y, gain)[1].square().sum().backward()
-        gain.collect()
-        if gain.partial is None:
-            expected = weight.grad
-    close(weight.grad, expected)
-    assert not gain.partial.any()
+            z = norms.add_norm(x.requires_grad_(), y, gain)[1]
+            ((i or 1) * z.square()).sum().backward()
+    for _ in range(2):  # the second time there is nothing to add
+        together.collect()
+        for factor in (1, 3):
+            close(gains[factor].weight.grad, factor * gains[0].weight.grad.double())
+        assert frozen.grad is None and not together.partial.any()
+    Gains(gains[2:3], norms.PROGRAMS).collect()
