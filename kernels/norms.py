@@ -375,9 +375,10 @@ def store_kernel(x, gain, cos, sin, keys, values, columns, N, eps, T, first, ste
 
 @triton.jit
 def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps, T, first, step,
-                stride_c, stride_b, stride_s, stride_h, KV: tl.constexpr, HALF: tl.constexpr,
-                BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The gradient of store_kernel's x from that of the cache, which is zeroed there."""
+                stride_c, stride_b, stride_s, stride_h, ZEROS: tl.constexpr, KV: tl.constexpr,
+                HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The gradient of store_kernel's x from that of the cache, and with ZEROS these in its place.
+    """
     d: tl.constexpr = 2 * HALF
     f, j, k = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     ga, gb = pair(gain + j * d, HALF, BLOCK)
@@ -396,8 +397,9 @@ def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps,
         da, db, dga, dgb = norm_rotate_gradient(a, b, ga, gb, c, s, da, db, eps, HALF)
         store_halves(dx, row, exists, da, db, HALF, BLOCK)
         store_halves(dx, row + k * N * KV * d, exists, va, vb, HALF, BLOCK)
-        store_halves(dkeys, at, exists, none, none, HALF, BLOCK)
-        store_halves(dvalues, at, exists, none, none, HALF, BLOCK)
+        if ZEROS:
+            store_halves(dkeys, at, exists, none, none, HALF, BLOCK)
+            store_halves(dvalues, at, exists, none, none, HALF, BLOCK)
         sum_a += dga
         sum_b += dgb
     row = partial + ((tl.program_id(0) * KV + f) * k + j) * d
@@ -405,7 +407,7 @@ def take_kernel(x, gain, cos, sin, dkeys, dvalues, columns, dx, partial, N, eps,
 
 
 def run(kernel, most: float, projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor,
-        columns: slice | Tensor, k: Tensor, v: Tensor, *results: Tensor):
+        columns: slice | Tensor, k: Tensor, v: Tensor, *results: Tensor, **more: bool):
     """`store` or `take` by its kernel, with at most so many programs for a head of a channel."""
     (_, C, B, T, _), (Hkv, d) = projected.shape, k.shape[3:]
     if isinstance(columns, Tensor):
@@ -415,7 +417,7 @@ def run(kernel, most: float, projected: Tensor, gain: Gain, cos: Tensor, sin: Te
     options = config(kernel.__name__.removesuffix("_kernel"), d // 2)
     kernel[min(most, triton.cdiv(B * T, options["ROWS"])), Hkv, C](
         projected, gain.weight, cos, sin, k, v, places, *results, B * T, EPS, T, first, step,
-        *k.stride()[:4], KV=Hkv, HALF=d // 2, **options)
+        *k.stride()[:4], KV=Hkv, HALF=d // 2, **options, **more)
 
 
 def store(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice | Tensor,
@@ -426,9 +428,10 @@ def store(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slic
 
 
 def take(projected: Tensor, gain: Gain, cos: Tensor, sin: Tensor, columns: slice | Tensor,
-         dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor | None]:
+         dk: Tensor, dv: Tensor, zeros: bool = True) -> tuple[Tensor, Tensor | None]:
     """Gradients of `projected` and `gain` (None where its `partial` collects it) out of those of
-    the cache, dk and dv, which are zero there afterwards."""
+    the cache, dk and dv, which are zero there afterwards, if `zeros`."""
     dx, partial = torch.empty_like(projected), gain.rows(STORE_PROGRAMS, dk.size(3))
-    run(take_kernel, len(partial), projected, gain, cos, sin, columns, dk, dv, dx, partial)
+    run(take_kernel, len(partial), projected, gain, cos, sin, columns, dk, dv, dx, partial,
+        ZEROS=zeros)
     return dx, gain.total(partial)

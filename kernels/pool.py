@@ -436,15 +436,22 @@ class Evaluate(torch.autograd.Function):
         h, f = states[0], folded
         s = Shape(len(states), h.size(1), f.bias.size(1), len(h), f.stride)
         check(states, f, s)
-        rstd = h.new_empty(s.N, s.L, dtype=torch.float32)
+        of, router = s, f.router
+        if not recording and all(x.data_ptr() == h.data_ptr() for x in states):
+            # H(0), the embedding as every state: one norm, and one input of the router
+            of = s._replace(L=1, P=1)
+            router = router if router is None else router.unflatten(1, (-1, s.D)).sum(1)
+        rstd = h.new_empty(s.N, of.L, dtype=torch.float32)
         scale = h.new_empty(s.N, 2, s.K, dtype=torch.float32)
         out = h.new_empty(2, s.K, s.N, s.D)  # the channels
-        x = None if f.router is None else h.new_empty(s.N, f.router.size(1))
-        c, tokens = s.of(unit_kernel)
-        unit_kernel[triton.cdiv(s.N, tokens), s.L](states, rstd, x, s.N, s.D, h.stride(0), **c)
+        x = None if router is None else h.new_empty(s.N, router.size(1))
+        c, tokens = of.of(unit_kernel)
+        unit_kernel[triton.cdiv(s.N, tokens), of.L](
+            states[:of.L], rstd, x, s.N, s.D, h.stride(0), **c)
+        rstd = rstd.expand(-1, s.L).contiguous()
         alpha, alpha_stride = f.bias.flatten().to(h.dtype), 0
-        if f.router is not None:
-            alpha = torch.addmm(alpha, x, f.router.mT)
+        if router is not None:
+            alpha = torch.addmm(alpha, x, router.mT)
             alpha_stride = alpha.stride(0)
         c, tokens = s.of(mix_kernel)
         mix_kernel[triton.cdiv(s.N, tokens),](
@@ -481,7 +488,7 @@ class Evaluate(torch.autograd.Function):
         states_kernel[min(programs, s.N), blocks](
             states, rstd, f.gain, alpha, scale, turn, radial, dc, dx, dh, dgain, s.N, s.D,
             *ctx.strides, **states_c)
-        dbias += dalpha.sum(0, dtype=torch.float32).view_as(dbias)
+        add_product(dbias.view(1, -1), dalpha.new_ones(1, s.N), dalpha)
         if drouter is not None:
             add_product(drouter, dalpha.mT, x)
         return None, None, None, *([None] * s.L if constant else dh)

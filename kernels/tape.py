@@ -135,8 +135,9 @@ class Tape:
         # the last write to each of g strided groups: to undo the next one, it is done again
         self.n_groups, self.latest = 0, {}
 
-    def write(self, where: tuple, write: Callable) -> int:
-        """Returns the number of writes so far, which names the state of the cache after it."""
+    def write(self, where: tuple, write: Callable) -> tuple[int, bool]:
+        """Returns the number of writes so far, which names the state of the cache after it; and
+        whether nobody has written or read there before."""
         channel, _, columns = where
         g, q = 0, None
         if channel == slice(None) and isinstance(columns, slice) and columns.stop is None:
@@ -144,15 +145,17 @@ class Tape:
             g = g if 0 <= q < g else 0
         if g != self.n_groups:  # another partition of the row
             self.n_groups, self.latest = g, {}
-        undo = None
-        if not self.untouched:
+        undo, first = None, False
+        if self.untouched:  # so far written to other groups alone?
+            first = g > 0 and len(self.latest) == len(self.undo) and q not in self.latest
+        else:
             undo = self.latest.get(q) or partial(
                 assign, self.k, self.v, where, self.k[where].clone(), self.v[where].clone())
         self.undo.append(undo)
         if g:
             self.latest[q] = write
         write()
-        return len(self.undo)
+        return len(self.undo), first
 
     def rewind(self, n: int):
         """Back to the state after n writes."""
@@ -187,7 +190,7 @@ class Write(torch.autograd.Function):
     @staticmethod
     def forward(ctx, link, k, v, tape, where):
         write = partial(assign, tape.k, tape.v, where, k.detach(), v.detach())
-        ctx.tape, ctx.where, ctx.n = tape, where, tape.write(where, write)
+        ctx.tape, ctx.where, (ctx.n, _) = tape, where, tape.write(where, write)
         return link.clone()
 
     @staticmethod
@@ -207,14 +210,15 @@ class WriteProjected(torch.autograd.Function):
         ctx.how = gain, rows.cos, rows.sin, rows.columns
         ctx.save_for_backward(projected)
         write = partial(store, projected.detach(), *ctx.how, tape.k, tape.v)
-        ctx.tape, ctx.n = tape, tape.write((slice(None), slice(None), rows.columns), write)
+        where = slice(None), slice(None), rows.columns
+        ctx.tape, (ctx.n, ctx.first) = tape, tape.write(where, write)
         return link.clone()
 
     @staticmethod
     def backward(ctx, d_link):
         """As `Write`, and of the gain."""
         ctx.tape.rewind(ctx.n - 1)
-        grads = take(*ctx.saved_tensors, *ctx.how, *ctx.tape.gradient())
+        grads = take(*ctx.saved_tensors, *ctx.how, *ctx.tape.gradient(), zeros=not ctx.first)
         return d_link, *grads, None, None, None
 
 

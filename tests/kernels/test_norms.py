@@ -102,10 +102,13 @@ def test_store_and_take(columns):
     norms.store(x, Gain(gain), cos, sin, columns, *cache)
     close(cache, expected)
     left = dcache.clone()
-    left[:, :, :, columns] = 0
-    for mine, theirs in zip(norms.take(x, Gain(gain), cos, sin, columns, *dcache), grads):
-        close(mine, theirs)
-    assert torch.equal(dcache, left)
+    for zeros in (False, True):
+        if zeros:
+            left[:, :, :, columns] = 0
+        taken = norms.take(x, Gain(gain), cos, sin, columns, *dcache, zeros)
+        for mine, theirs in zip(taken, grads):
+            close(mine, theirs)
+        assert torch.equal(dcache, left)
 
 
 def test_store_at_a_column_for_each_row():

@@ -158,6 +158,22 @@ class Shapes(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
+def test_one_state_as_all_sources(sizes, tiles):
+    """H(0), where no gradients are recorded: it is read once."""
+    branches, states, _ = case(**sizes | dict(N=7))
+    (N, D), n = states[0].shape, len(states)
+    inputs = -(-n // branches[0].stride)
+    expected = reference(branches, [states[0]] * n)
+    branches, h = [b.float() for b in branches], states[0].float()
+    with torch.no_grad(), Shapes() as shapes:
+        close(ours(branches, [h] * n), expected.detach(), TOL[0])
+        once = shapes.made.copy()
+        ours(branches, [h, *(h.clone() for _ in range(n - 1))])
+    if inputs > 1 and branches[0].router is not None:
+        assert (N, inputs * D) in shapes.made - once
+
+
 @pytest.mark.parametrize("router", ["dynamic", "static"])
 def test_states_that_are_constants(router, tiles):
     """They get no gradient, and none is computed; the weights' are the same."""

@@ -69,7 +69,8 @@ def test_any_operands(measure):
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(4096, 512, 3072), (4096, 3072, 512), (4096, 576, 512),
-                                   (32, 4096, 512, 288), (4096, 512, 50257), (1000, 96, 40)], ids=str)
+                                   (32, 4096, 512, 288), (4096, 512, 50257), (1000, 96, 40)],
+                         ids=str)
 def test_algorithms_have_the_bits_of_torch(shape, dtype):
     """Of all ways that are found, by rows or by columns in memory, in a graph, too."""
     *batch, m, k, n = shape
