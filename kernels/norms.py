@@ -43,16 +43,17 @@ def config(kernel: str, size: int) -> dict:
 @triton.jit
 def add_norm_kernel(x, y, gain, total, normed, rstd, N, eps, D: tl.constexpr, BLOCK: tl.constexpr,
                     ROWS: tl.constexpr):
-    """total = x + y, normed = its norm, and rstd = 1 / rms for the way back; ROWS rows of D."""
+    """total = x + y, unless that is x, normed = its norm, and rstd = 1 / rms for the way back; ROWS
+    rows of D."""
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
     at = n[:, None] * D + c[None, :]
     mask = (n < N)[:, None] & (c < D)[None, :]
-    # rounded first, as what follows reads the rounded sum
-    s = (tl.load(x + at, mask, 0.0).to(tl.float32) + tl.load(y + at, mask, 0.0).to(tl.float32)
-         ).to(total.dtype.element_ty)
-    tl.store(total + at, s, mask)
-    s = s.to(tl.float32)
+    s = tl.load(x + at, mask, 0.0).to(tl.float32)
+    if y is not None:  # rounded first, as what follows reads the rounded sum
+        s = (s + tl.load(y + at, mask, 0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, s, mask)
+        s = s.to(tl.float32)
     r = tl.rsqrt(tl.sum(s * s, 1) / D + eps)
     g = tl.load(gain + c, c < D, 0.0).to(tl.float32)[None, :]
     tl.store(normed + at, (s * r[:, None] * g).to(normed.dtype.element_ty), mask)
@@ -142,8 +143,8 @@ class AddNorm(torch.autograd.Function):
         """x + y, its norm, and x + y again, all (..., D)."""
         D = x.size(-1)
         N = x.numel() // D
-        x, y = x.contiguous(), y.contiguous()
-        total, normed = torch.empty_like(x), torch.empty_like(x)
+        x, y = x.contiguous(), y if y is None else y.contiguous()
+        total, normed = x.detach() if y is None else torch.empty_like(x), torch.empty_like(x)
         rstd = x.new_empty(N, dtype=torch.float32)
         c = config("add_norm", D)
         add_norm_kernel[triton.cdiv(N, c["ROWS"]),](x, y, weight, total, normed, rstd, N, EPS, D=D,
@@ -158,7 +159,7 @@ class AddNorm(torch.autograd.Function):
         """The same gradient for x and y, and the gain's unless it is collected on the side."""
         if dnormed is None:  # in a pass before the last nobody reads the last block
             d = dtotal if dstate is None else dstate if dtotal is None else dtotal + dstate
-            return d, d, None, None
+            return d, d if ctx.needs_input_grad[1] else None, None, None
         (total, rstd), gain, D = ctx.saved_tensors, ctx.gain, dnormed.size(-1)
         out = torch.empty_like(total)
         partial = gain.rows(PROGRAMS)
@@ -166,11 +167,11 @@ class AddNorm(torch.autograd.Function):
         add_norm_backward_kernel[PROGRAMS,](
             dnormed.contiguous(), *more, total, rstd, gain.weight, out, partial, partial.stride(0),
             len(rstd), D=D, **config("add_norm_backward", D))
-        return out, out, gain.total(partial), None
+        return out, out if ctx.needs_input_grad[1] else None, gain.total(partial), None
 
 
-def add_norm(x: Tensor, y: Tensor, gain: Gain) -> tuple[Tensor, ...]:
-    """x + y (..., D), its RMSNorm, and x + y once more for other readers of the state: their
+def add_norm(x: Tensor, y: Tensor | None, gain: Gain) -> tuple[Tensor, ...]:
+    """x + y (..., D), or x, its RMSNorm, and x + y once more for other readers of the state: their
     gradient then joins inside the backward kernel."""
     return AddNorm.apply(x, y, gain.weight, gain)
 

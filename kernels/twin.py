@@ -89,7 +89,7 @@ def states(self, x: Tensor, rows: Rows, cache: TapeCache | None = None, first: i
     end = len(self.blocks) if end is None else end
     h, own = [x], []
     if first < end:
-        a = rms_norm(x, self.blocks[first].attn_norm.weight)
+        x, a, h[0] = add_norm(x, None, self.blocks[first].attn_norm.gain)
     for layer in range(first, end):
         block, H = self.blocks[layer], self.config.n_head
         parts, k_gain = (block.q_proj,), None

@@ -49,6 +49,11 @@ def test_add_norm(N):
                                1 + 0.3 * randn(24, seed=2)])
 
 
+def test_add_norm_of_nothing():
+    both(lambda x, gain: add_norm(x, None, gain), lambda x, gain: (x, rms_norm(x, gain), x),
+         [randn(2, 5, 24), 1 + 0.3 * randn(24, seed=2)])
+
+
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
 def test_add_norm_where_not_all_is_read(used):
     """No gradient is not a gradient of zeros, and either must do."""
