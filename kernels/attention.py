@@ -466,7 +466,7 @@ def has_gluon() -> bool:
     """Is this a Hopper GPU, and a version of Triton that group.py was tried with?"""
     return (group is not None and triton.__version__.startswith(("3.6.", "3.7.", "3.8."))
             and os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.is_available()
-            and torch.cuda.get_device_capability() == (9, 0))
+            and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0))
 
 
 def by_hand(kind: str, q: Tensor, k: Tensor, *others: Tensor) -> bool:
@@ -516,7 +516,8 @@ def sink_rows(q: Tensor, k: Tensor) -> int:
     """Rows of the sink's gradient sums that are enough for any number of queries up to S."""
     (B, S, Hkv, _), H = k.shape, q.size(2)
     P = triton.next_power_of_2(H // Hkv)
-    smallest = min(c[0] for (kernel, _), sizes in CONFIGS.items() if kernel in ("rows", "dq")
+    kernels = ("dq", "rows") if has_gluon() else ("dq",)
+    smallest = min(c[0] for (kernel, _), sizes in CONFIGS.items() if kernel in kernels
                    for c in sizes.values())
     return B * triton.cdiv(S * P, smallest)
 

@@ -8,7 +8,8 @@ one sets the time: what counts is how long a block of keys takes a single progra
 keys, where Triton's own pipelining has room for 64, as each tile is asked for as soon as the one in
 its place has been read; the mask costs nothing but at its edges; and what dk and dv are added to is
 there before they are. At documents of 1,000 tokens (one H200, us a layer and group step): forward
-28.5 for 37.6 by Triton's kernels, backward 82.6 for 98.1; 7 of a micro-step's 138 ms.
+28.5 for 37.6 by Triton's kernels, backward 82.6 for 98.1, 7 of a micro-step's 138 ms; since then dk
+and dv run beside dq, 79 both, after attention.py's `rows_kernel`, 8.
 
 `x0` and `x1` of attention.py, a tile of d columns in two of D0 and D1, become a tuple here, of one
 where D1 = 0.
@@ -655,8 +656,7 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, start
              norm: tuple[Tensor, ...] | None, x: Tensor | None, dgain: Tensor | None) -> Tensor:
     """`attention.attention_backward` after its `rows_kernel`; do, q, x and the sink are contiguous.
 
-    dq's programs have less to do towards the end, and those of dk and dv begin there: both at once
-    take 81 us for 88."""
+    dq's programs have less to do towards the end, and those of dk and dv begin there."""
     (B, Tq, H, d), (_, S, Hkv, _) = q.shape, k.shape
     P, N, (D0, D1) = triton.next_power_of_2(H // Hkv), of_size(KEYS, d), split_head(d)
     dq, M, registers = torch.empty_like(q), *of_size(QUERIES, d)

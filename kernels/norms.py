@@ -4,7 +4,8 @@ Norms together with what stands beside them, in Triton: one kernel forward, one 
     add_norm      x + y, and its RMSNorm                     between the halves of a block
     split_heads   QK-norm and RoPE of queries (and keys)     after their projection
     store, take   the pool's keys normed, rotated and written into the cache, values beside them;
-                  backward, the gradient there is taken out and zeros are left
+                  backward, the gradient there is taken out and, unless nobody will read
+                  them, zeros are left
 
 A gain's gradient is a sum over all tokens. Each of PROGRAMS programs keeps its part of it in a
 row of its own, of `Gain.partial` (PROGRAMS, ...), to which all group steps of a micro-step add;

@@ -437,7 +437,7 @@ class Evaluate(torch.autograd.Function):
         s = Shape(len(states), h.size(1), f.bias.size(1), len(h), f.stride)
         check(states, f, s)
         of, router = s, f.router
-        if not recording and all(x.data_ptr() == h.data_ptr() for x in states):
+        if s.L > 1 and not recording and all(x.data_ptr() == h.data_ptr() for x in states):
             # H(0), the embedding as every state: one norm, and one input of the router
             of = s._replace(L=1, P=1)
             router = router if router is None else router.unflatten(1, (-1, s.D)).sum(1)

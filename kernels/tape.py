@@ -137,7 +137,7 @@ class Tape:
 
     def write(self, where: tuple, write: Callable) -> tuple[int, bool]:
         """Returns the number of writes so far, which names the state of the cache after it; and
-        whether nobody has written or read there before."""
+        whether it is known that nobody has written or read there before."""
         channel, _, columns = where
         g, q = 0, None
         if channel == slice(None) and isinstance(columns, slice) and columns.stop is None:

@@ -217,10 +217,12 @@ def twin(model: Decoder, dtype: torch.dtype, training: bool, unknown: set[str]) 
     other.waiting = Waiting()
     for module, its in zip(linears, rest):
         module.copy, module.waiting = its, other.waiting
-    other.gains = []
-    gains = [m.gain for m in other.modules() if isinstance(m, TwinNorm)]
+    other.gains, gains = [], {}
+    for module in other.modules():
+        if isinstance(module, TwinNorm):  # norms that share a weight share its rows
+            module.gain = gains.setdefault(module.weight, module.gain)
     if training and fused and gains:
-        other.gains.append(Gains(gains, norms.PROGRAMS))
+        other.gains.append(Gains(list(gains.values()), norms.PROGRAMS))
     if TwinPool in bases:
         other.key_gain = Gain(model.kv_pool.key_norm)
         if training:

@@ -166,6 +166,20 @@ def test_odd_sizes(sizes, large_blocks):
 
 
 @in_float32
+def test_norms_that_share_a_weight(large_blocks):
+    """Of blocks that are one, and of all queries: their gradient is one sum."""
+    model, *batch = model_and_batch(n_layer=3, k=3)
+    model.blocks[1] = model.blocks[0]
+    for block in model.blocks:
+        block.q_norm = model.blocks[2].q_norm
+    other = twin_of(model)
+    gains = [gain.weight for gain in other.gains[0].gains]
+    assert len(gains) == len(set(gains))
+    for mine, theirs in zip(run(model, other, batch), run(model, model, batch)):
+        close(mine, theirs)
+
+
+@in_float32
 def test_copies_are_renewed_after_a_step(large_blocks):
     model, idx, _ = model_and_batch(n_layer=2, k=2)
     other = twin_of(model)
