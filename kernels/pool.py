@@ -436,18 +436,18 @@ class Evaluate(torch.autograd.Function):
         h, f = states[0], folded
         s = Shape(len(states), h.size(1), f.bias.size(1), len(h), f.stride)
         check(states, f, s)
-        of, router = s, f.router
+        read, router = s, f.router
         if s.L > 1 and not recording and all(x.data_ptr() == h.data_ptr() for x in states):
             # H(0), the embedding as every state: one norm, and one input of the router
-            of = s._replace(L=1, P=1)
+            read = s._replace(L=1, P=1)
             router = router if router is None else router.unflatten(1, (-1, s.D)).sum(1)
-        rstd = h.new_empty(s.N, of.L, dtype=torch.float32)
+        rstd = h.new_empty(s.N, read.L, dtype=torch.float32)
         scale = h.new_empty(s.N, 2, s.K, dtype=torch.float32)
         out = h.new_empty(2, s.K, s.N, s.D)  # the channels
         x = None if router is None else h.new_empty(s.N, router.size(1))
-        c, tokens = of.of(unit_kernel)
-        unit_kernel[triton.cdiv(s.N, tokens), of.L](
-            states[:of.L], rstd, x, s.N, s.D, h.stride(0), **c)
+        c, tokens = read.of(unit_kernel)
+        unit_kernel[triton.cdiv(s.N, tokens), read.L](
+            states[:read.L], rstd, x, s.N, s.D, h.stride(0), **c)
         rstd = rstd.expand(-1, s.L).contiguous()
         alpha, alpha_stride = f.bias.flatten().to(h.dtype), 0
         if router is not None:

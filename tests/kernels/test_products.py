@@ -10,9 +10,11 @@ from interpreted import DEVICE, GPU, randn
 from kernels import products
 
 HALF = torch.bfloat16, torch.float16
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device")]
-gpu = lambda test: on_gpu[0](on_gpu[1](test))  # noqa: E731
 M, K, N = 256, 64, 192
+
+
+def on_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="no CUDA device")(test))
 
 
 def matrix(*shape, seed=0):
@@ -165,7 +167,7 @@ def test_any_operands(measure):
     assert len(products.ways) == (2 if GPU and measure else 0)
 
 
-@gpu
+@on_gpu
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("shape", [(4096, 512, 3072), (4096, 3072, 512), (4096, 576, 512),
                                    (32, 4096, 512, 288), (4096, 512, 50257), (1000, 96, 40)],
@@ -191,7 +193,7 @@ def test_algorithms_have_the_bits_of_torch(shape, dtype):
     assert len(products.ways) == 2
 
 
-@gpu
+@on_gpu
 def test_none_is_looked_for_in_a_graph_or_for_a_stranger():
     a, b = matrix(M, K), matrix(K, N, seed=1)
     torch.matmul(a, b)
@@ -205,7 +207,7 @@ def test_none_is_looked_for_in_a_graph_or_for_a_stranger():
     assert len(products.ways) == 1
 
 
-@gpu
+@on_gpu
 def test_without_room_to_look_for_one_there_is_torchs(monkeypatch):
     def no_room(x):
         raise torch.OutOfMemoryError
@@ -216,7 +218,7 @@ def test_without_room_to_look_for_one_there_is_torchs(monkeypatch):
     assert list(products.ways.values()) == [products.into]
 
 
-@gpu
+@on_gpu
 def test_what_cublas_refuses_is_an_error(monkeypatch):
     refuses = SimpleNamespace(cublasLtMatmulDescCreate=lambda *arguments: 7)
     monkeypatch.setattr(products, "library", lambda: refuses)
