@@ -6,7 +6,7 @@ The 65,536 values of bfloat16 are in the order of 16-bit integers (`ordered`), t
     best    programs share a row's logits: the largest, and the largest of each group of ids
     pick    a program has a row. At least top_k logits are as large as the top_k-th largest of the
             groups' largest, so the groups below it are left out. In what is left, a few groups at a
-            time, the top_k-th largest key is searched by halving; then comes the probability of
+            time, the top_k-th largest key is searched by quartering; then comes the probability of
             the top_k, of equal ones the lowest ids, and then the token that a random number means,
             in the order of ids
 
@@ -31,8 +31,8 @@ BAD = tl.constexpr(1 << 62)  # in place of a largest key: a logit is not finite
 
 @triton.jit
 def ordered(x):
-    """An integer in 0..65535 that grows with the bfloat16 x."""
-    bits = x.to(tl.float32).to(tl.int32, bitcast=True) >> 16
+    """An integer in 0..65535 that grows with the bfloat16 x; both zeros have the same."""
+    bits = (x.to(tl.float32) + 0.0).to(tl.int32, bitcast=True) >> 16
     return tl.where(bits < 0, bits ^ 0x7FFF, bits) + 32768
 
 
@@ -77,26 +77,42 @@ def candidates(logits, groups, n, i0, V, GROUP: tl.constexpr, GROUPS: tl.constex
 
 
 @triton.jit
+def counts(key, exists, low, step):
+    """How many keys are at least low + step, low + 2 step and low + 3 step, in 21 bits each: three
+    sums over a program in one."""
+    a, b = (key >= low + step) & exists, (key >= low + 2 * step) & exists
+    c = (key >= low + 3 * step) & exists
+    return tl.sum(a.to(tl.int64) + (b.to(tl.int64) << 21) + (c.to(tl.int64) << 42), 0)
+
+
+@triton.jit
+def quarter(counted, k, low, high, step):
+    """The quarter of low..high that the k-th largest key is in."""
+    n = ((counted & 2097151) >= k).to(tl.int32)
+    n += ((counted >> 21 & 2097151) >= k).to(tl.int32) + ((counted >> 42) >= k).to(tl.int32)
+    return low + n * step, tl.where(n == 3, high, low + (n + 1) * step - 1)
+
+
+@triton.jit
 def kth_largest(key, k, high):
-    """The k-th largest of keys up to `high`, by halving; 0 if there are not so many."""
-    low = tl.min(tl.where(key > 0, key, high), 0)
+    """The k-th largest of keys up to `high`, by quartering; 0 if there are not so many."""
+    low, exists = tl.min(tl.where(key > 0, key, high), 0), key > 0
     while low < high:
-        middle = (low + high + 1) // 2
-        enough = tl.sum((key >= middle).to(tl.int32), 0) >= k
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+        step = (high - low) // 4 + 1
+        low, high = quarter(counts(key, exists, low, step), k, low, high, step)
     return tl.where(tl.sum((key >= low).to(tl.int32), 0) >= k, low, 0)
 
 
 @triton.jit
 def kth_candidate(logits, groups, n, V, k, low, high, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """The k-th largest key in n groups, by halving of low..high."""
+    """The k-th largest key in n groups, by quartering of low..high."""
     while low < high:
-        middle = (low + high + 1) // 2
-        count = tl.full((), 0, tl.int32)
+        step = (high - low) // 4 + 1
+        counted = tl.full((), 0, tl.int64)
         for i0 in tl.range(0, n, GROUPS):
             j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
-            count += tl.sum((exists & (key >= middle)).to(tl.int32), 0)
-        low, high = tl.where(count >= k, middle, low), tl.where(count >= k, high, middle - 1)
+            counted += counts(key, exists, low, step)
+        low, high = quarter(counted, k, low, high, step)
     return low
 
 

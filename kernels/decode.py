@@ -270,6 +270,8 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
             slot += tl.arange(0, 1)
             store_rows(keys, slot, slot >= 0, k[0], k[1], D0, D1)
             store_rows(values, slot, slot >= 0, v[0], v[1], D0, D1)
+    # from here on a sum for each key of a block, so that warps add up theirs once, in the end
+    total = tl.where(tl.arange(0, BLOCK_N)[None, :] == 0, total[:, None], 0.0)
     for j0 in tl.range(lo, hi, BLOCK_N):
         k = kernels.load(k0, k1, b, j0, head, BLOCK_N, D0, D1)
         v = kernels.load(v0, v1, b, j0, head, BLOCK_N, D0, D1)
@@ -278,9 +280,10 @@ def attention_kernel(qkv, q_gain, k_gain, cos, sin, columns, keys, values, k0, k
         m_new = tl.maximum(m, tl.max(s, 1) * scale2)
         p = tl.exp2(s * scale2 - m_new[:, None])
         shrink = tl.exp2(m - m_new)
-        total = total * shrink + tl.sum(p, 1)
+        total = total * shrink[:, None] + p
         acc0, acc1 = dot_add(p, v, acc0 * shrink[:, None], acc1 * shrink[:, None], D1)
         m = m_new
+    total = tl.sum(total, 1)
     if EARLY:  # not before, as the next kernel would take up room beside other parts' programs
         tl.extra.cuda.gdc_launch_dependents()
     safe = tl.where(total > 0, total, 1.0)
@@ -449,7 +452,8 @@ class Steps:
     Attention keeps the memory busy and little else, products the rest: so parts of the rows go up
     the stack side by side, and while some attend, others multiply. They take turns at attention, as
     those that attended all at once would multiply all at once. What goes to the cache after a step
-    is computed while the next token is chosen: `finish` waits for it.
+    is computed as soon as its states are there, beside the blocks above and the choice of the next
+    token: `finish` waits for it.
     """
 
     def __init__(self, model: Decoder, cache: TapeCache):
@@ -488,19 +492,21 @@ class Steps:
             FIRST=int(model.has_dummy), D=c.n_embd, HALF=c.head_dim // 2,
             BLOCK_D=triton.next_power_of_2(c.n_embd),
             BLOCK_H=triton.next_power_of_2(c.head_dim // 2), **launch())
-        turns = []
+        turns, pooled = [], len(self.layers) - model.n_top  # h[pooled] is the last that is stored
         for part in self.parts:
             fork(part.stream)
         for i in range(len(self.layers)):
             for part in self.parts:
                 with torch.cuda.stream(part.stream):
                     self.up(i, part, turns)
+            if model.iterates and i + 1 == pooled:
+                for part in self.parts:
+                    with torch.cuda.stream(part.stream):
+                        fork(self.side)
+                with torch.cuda.stream(self.side):
+                    model.store([x[:, None] for x in self.h[:pooled + 1]], rows, self.cache)
         for part in self.parts:
             join(part.stream)
-        if model.iterates:
-            fork(self.side)
-            with torch.cuda.stream(self.side):
-                model.store([x[:, None] for x in self.h], rows, self.cache)
         return self.h[-1]
 
     def finish(self):
@@ -511,7 +517,7 @@ class Steps:
     def up(self, i: int, part: Part, turns: list[torch.cuda.Event]):
         """Rows of a part through layer i; turns: the ends of all parts' attention so far."""
         layer, j, x = self.layers[i], i % self.model.n_channels, self.h[i][part.at]
-        y = product(x, layer.qkv, normed=True, early=i > 0 or part.stream is None)
+        y = product(x, layer.qkv, normed=True, early=i > 0 or len(self.parts) == 1)
         if len(turns) >= RING:
             torch.cuda.current_stream().wait_event(turns[-RING])
         y = attention(y, layer, self.cache.k[j][part.at], self.cache.v[j][part.at], part.rows,
