@@ -67,39 +67,42 @@ def best_kernel(logits, stride, top, largest, V, GROUP: tl.constexpr, CHUNK: tl.
 
 @triton.jit
 def candidates(logits, groups, n, i0, V, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Ids of n groups from the i0-th on, in their order, which of them exist, and their keys."""
+    """Ids of n groups from the i0-th on, in their order, and their keys; 0, which no logit has,
+    where there are none."""
     i = i0 + tl.arange(0, GROUPS)
     j = tl.load(groups + i, i < n, 0)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     exists = (i < n)[:, None] & (j < V)
-    key = ordered(tl.load(logits + j, exists, 0.0))
+    key = tl.where(exists, ordered(tl.load(logits + j, exists, 0.0)), 0)
     flat: tl.constexpr = GROUPS * GROUP
-    return tl.reshape(j, (flat,)), tl.reshape(exists, (flat,)), tl.reshape(key, (flat,))
+    return tl.reshape(j, (flat,)), tl.reshape(key, (flat,))
 
 
 @triton.jit
-def counts(key, exists, low, step):
+def counts(key, low, step):
     """How many keys are at least low + step, low + 2 step and low + 3 step, in 21 bits each: three
     sums over a program in one."""
-    a, b = (key >= low + step) & exists, (key >= low + 2 * step) & exists
-    c = (key >= low + 3 * step) & exists
-    return tl.sum(a.to(tl.int64) + (b.to(tl.int64) << 21) + (c.to(tl.int64) << 42), 0)
+    each = (key >= low + step).to(tl.int64)
+    each += (key >= low + 2 * step).to(tl.int64) << 21
+    each += (key >= low + 3 * step).to(tl.int64) << 42
+    return tl.sum(each, 0)
 
 
 @triton.jit
 def quarter(counted, k, low, high, step):
     """The quarter of low..high that the k-th largest key is in."""
-    n = ((counted & 2097151) >= k).to(tl.int32)
-    n += ((counted >> 21 & 2097151) >= k).to(tl.int32) + ((counted >> 42) >= k).to(tl.int32)
+    n = tl.full((), 0, tl.int32)
+    for i in tl.static_range(3):
+        n += ((counted >> 21 * i & 0x1FFFFF) >= k).to(tl.int32)
     return low + n * step, tl.where(n == 3, high, low + (n + 1) * step - 1)
 
 
 @triton.jit
 def kth_largest(key, k, high):
     """The k-th largest of keys up to `high`, by quartering; 0 if there are not so many."""
-    low, exists = tl.min(tl.where(key > 0, key, high), 0), key > 0
+    low = tl.min(tl.where(key > 0, key, high), 0)
     while low < high:
         step = (high - low) // 4 + 1
-        low, high = quarter(counts(key, exists, low, step), k, low, high, step)
+        low, high = quarter(counts(key, low, step), k, low, high, step)
     return tl.where(tl.sum((key >= low).to(tl.int32), 0) >= k, low, 0)
 
 
@@ -110,18 +113,18 @@ def kth_candidate(logits, groups, n, V, k, low, high, GROUP: tl.constexpr, GROUP
         step = (high - low) // 4 + 1
         counted = tl.full((), 0, tl.int64)
         for i0 in tl.range(0, n, GROUPS):
-            j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
-            counted += counts(key, exists, low, step)
+            j, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
+            counted += counts(key, low, step)
         low, high = quarter(counted, k, low, high, step)
     return low
 
 
 @triton.jit
-def stay(exists, key, least, ties, seen):
+def stay(key, least, ties, seen):
     """Which of some candidates are above `least`, or among the first `ties` that equal it, of which
     `seen` came before; and how many equal it by now."""
-    equal = (exists & (key == least)).to(tl.int32)
-    kept = exists & ((key > least) | ((equal > 0) & (seen + tl.cumsum(equal, 0) <= ties)))
+    equal = (key == least).to(tl.int32)
+    kept = (key > least) | ((equal > 0) & (seen + tl.cumsum(equal, 0) <= ties))
     return kept, seen + tl.sum(equal, 0)
 
 
@@ -152,21 +155,21 @@ def pick_kernel(logits, stride, top, largest, groups, u, count, ids, B, V, n_chu
             least = kth_candidate(logits, groups, n, V, top_k, least, highest_key, GROUP, GROUPS)
         ties = tl.full((), 0, tl.int32) + top_k
         for i0 in tl.range(0, n, GROUPS):
-            j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
-            ties -= tl.sum((exists & (key > least)).to(tl.int32), 0)
+            j, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
+            ties -= tl.sum((key > least).to(tl.int32), 0)
         highest, seen = value(highest_key), tl.full((), 0, tl.int32)
         total = tl.full((), 0.0, tl.float32)
         for i0 in tl.range(0, n, GROUPS):
-            j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
-            kept, seen = stay(exists, key, least, ties, seen)
+            j, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
+            kept, seen = stay(key, least, ties, seen)
             p = tl.exp((value(key) - highest) / temperature)
             total += tl.sum(tl.where(kept, p, 0.0), 0)
         target, seen = number * total, seen * 0
         chosen, last = tl.full((), NONE, tl.int32), tl.full((), 0, tl.int32)
         before = tl.full((), 0.0, tl.float32)
         for i0 in tl.range(0, n, GROUPS):
-            j, exists, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
-            kept, seen = stay(exists, key, least, ties, seen)
+            j, key = candidates(logits, groups, n, i0, V, GROUP, GROUPS)
+            kept, seen = stay(key, least, ties, seen)
             p = tl.where(kept, tl.exp((value(key) - highest) / temperature), 0.0)
             passed = before + tl.cumsum(p, 0) > target
             chosen = tl.minimum(chosen, tl.min(tl.where(kept & passed, j, NONE), 0))
